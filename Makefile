@@ -1,0 +1,34 @@
+# make demo    train a GPT on 2 ranks, compare it with the unsharded model
+# make test    run the tests
+# make check   lint, formatting, types
+# make clean   remove the environment and what demo wrote
+PYTHON ?= python3
+VENV ?= .venv
+DEMO ?= build/demo
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,examples]'
+	touch $@
+
+# Killed and started again, the training goes on from its last checkpoint in $(DEMO)/checkpoint.
+demo: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py \
+	    --checkpoint $(DEMO)/checkpoint --out $(DEMO)/graphs --log $(DEMO)/losses.jsonl
+	$(BIN)/python examples/train_gpt.py --reference --steps 20 --compare $(DEMO)/losses.jsonl
+	@echo; echo "$(DEMO)/graphs/schedule.txt begins:"; head -n 24 $(DEMO)/graphs/schedule.txt
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) $(DEMO)
