@@ -1,0 +1,159 @@
+"""A decoder of the shape of Llama 3 and, for 64 ranks, its training step rewritten on the meta device.
+
+    python examples/llama.py                            # 8 billion parameters, none of them in memory
+    python examples/llama.py --config small
+    python examples/llama.py --world-size 512
+
+No process group and no GPU: what is printed is the schedule that each of the ranks would run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import resource
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_compile import rewrite
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    ffn_dim: int
+    vocab: int
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+
+LLAMA3_8B = LlamaConfig(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, vocab=128256)
+SMALL = LlamaConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn_dim=224, vocab=256)
+
+
+def rotary_angles(seq: int, config: LlamaConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(cosines, sines), each f32[seq, head_dim / 2]."""
+    pairs = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    frequencies = config.rope_theta ** (-pairs / config.head_dim)
+    angles = torch.arange(seq, device=device, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn the pairs (x[..., i], x[..., i + head_dim / 2]) of [batch, heads, seq, head_dim]."""
+    first, second = x.float().chunk(2, -1)
+    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
+    return turned.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: heads / kv_heads queries share a key and a value."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q = nn.Linear(config.dim, config.heads * config.head_dim, bias=False)
+        self.k = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.v = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.out = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        q, k = rotate(q, cosines, sines), rotate(k, cosines, sines)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cosines, sines)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """int64[batch, seq] tokens and targets to the mean cross entropy."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.dim)
+        self.layers = nn.ModuleList([DecoderLayer(config) for _ in range(config.layers)])
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        cosines, sines = rotary_angles(tokens.shape[1], self.config, tokens.device)
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, cosines, sines)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def llama3_8b(dtype: torch.dtype = torch.bfloat16) -> Llama:
+    """8.03 billion parameters on the meta device."""
+    return on_meta(LLAMA3_8B, dtype)
+
+
+def on_meta(config: LlamaConfig, dtype: torch.dtype) -> Llama:
+    with torch.device("meta"):
+        return Llama(config).to(dtype)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default="8b", choices=["8b", "small"])
+    parser.add_argument("--world-size", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=1, help="rows of one rank")
+    parser.add_argument("--seq", type=int, default=2048)
+    options = parser.parse_args()
+
+    model = llama3_8b() if options.config == "8b" else on_meta(SMALL, torch.bfloat16)
+    tokens = torch.zeros(options.batch, options.seq, dtype=torch.int64, device="meta")
+    begin = time.perf_counter()
+    graphs = rewrite(model, tokens, tokens, world_size=options.world_size)
+    seconds = time.perf_counter() - begin
+
+    print(graphs.schedule())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"\n{num_parameters:,} parameters, world size {options.world_size}")
+    print(f"rewritten in {seconds:.1f} s, peak resident memory of this process {peak / 2**30:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()
