@@ -18,7 +18,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Killed and started again, the training goes on from its last checkpoint in $(DEMO)/checkpoint.
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py \
-	    --checkpoint $(DEMO)/checkpoint --out $(DEMO)/graphs --log $(DEMO)/losses.jsonl
+	    --checkpoint $(DEMO)/checkpoint --out $(DEMO)/graphs --losses $(DEMO)/losses.jsonl --time-limit 300
 	$(BIN)/python examples/train_gpt.py --reference --steps 20 --compare $(DEMO)/losses.jsonl
 	@echo; echo "$(DEMO)/graphs/schedule.txt begins:"; head -n 24 $(DEMO)/graphs/schedule.txt
 
