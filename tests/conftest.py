@@ -1,0 +1,18 @@
+"""The session of all tests: one directory for Inductor's caches, and the workers end with it."""
+
+import os
+
+import pytest
+import torch
+
+from tests import ranks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A cache kept from an earlier session could hold graphs that an older version of the passes wrote.
+    os.environ.update(ranks.environment())
+    torch.set_num_threads(1)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    ranks.stop_all()

@@ -1,0 +1,300 @@
+"""Tests on real ranks: one set of gloo worker processes per world size, started once and reused by all tests.
+
+    @on_ranks(2, 4)
+    def test_sum(world_size):                   # the body runs on every rank
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == world_size
+
+    results = run_on_ranks(2, function, *args)  # the same as a call: one result per rank
+
+A worker waits on a pipe, so an idle pool costs no processor time. The function travels by its name (it has to
+live in a module), arguments and results by pickle. Whatever goes wrong on a rank ends its pool, because ranks
+that stopped at different places share no usable process group any more: the exception is raised again in the
+test with the rank's traceback, and the next test starts a fresh pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import functools
+import gc
+import inspect
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+TIME_LIMIT = 240.0  # seconds a function may take, its compilation by Inductor included
+START_LIMIT = 120.0  # seconds until every worker has imported torch and joined the process group
+GRACE = 3.0  # seconds the other ranks get to report once one has failed; longer ones hang in a collective
+LOG_TAIL = 6000  # bytes of a worker's output shown with a failure
+PRELOADED = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+]  # imported once, in the process that workers are forked from
+
+_worker = False  # True inside a worker process
+_pools: dict[int, RankPool] = {}
+
+
+def run_on_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, time_limit: float = TIME_LIMIT
+) -> list[Any]:
+    """Call `function(*args)` on every rank of a process group; its results in rank order."""
+    __tracebackhide__ = True  # what failed is in the rank's traceback
+    if world_size not in _pools:
+        _pools[world_size] = RankPool(world_size)
+    try:
+        return _pools[world_size].run(function, args, time_limit)
+    except BaseException:  # KeyboardInterrupt and pytest's own included: the pool is in an unknown state
+        _pools.pop(world_size).stop()
+        raise
+
+
+def on_ranks(
+    *world_sizes: int, time_limit: float = TIME_LIMIT
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the body of a test on every rank, once per world size, which is its first parameter."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            if _worker:  # pickle found this wrapper under the test's name
+                body(**arguments)
+                return
+            run = functools.partial(test, **arguments)
+            run_on_ranks(arguments["world_size"], run, time_limit=time_limit)
+
+        assert next(iter(inspect.signature(body).parameters)) == "world_size", body
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate
+
+
+def stop_all() -> None:
+    """End every worker and remove their files; called once, at the end of the session."""
+    while _pools:
+        _pools.popitem()[1].stop()
+    shutil.rmtree(session_directory(), ignore_errors=True)
+
+
+@functools.cache
+def session_directory() -> Path:
+    """Inductor's caches and the workers' logs: shared by all ranks, so the same code is compiled once."""
+    return Path(tempfile.mkdtemp(prefix="ranks-"))
+
+
+def environment() -> dict[str, str]:
+    """What a worker (and the session itself) needs set before it imports torch."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(session_directory() / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile in the process itself: no further pool of workers
+    }
+
+
+class RankTraceback(Exception):
+    """The traceback of a rank as text, shown as the cause of the exception raised in the test."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    exception: BaseException
+    traceback: str
+
+
+class RankPool:
+    """The worker processes of one world size, joined in one gloo process group."""
+
+    def __init__(self, world_size: int) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{world_size}-", dir=session_directory()))
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.pipes: list[Connection] = []
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        context = multiprocessing.get_context("forkserver")  # a spawned process would import torch again
+        context.set_forkserver_preload(PRELOADED)
+        with _patched_environ(environment()):
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                arguments = (rank, world_size, self.store.port, theirs, self._log(rank))
+                process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}", daemon=True)
+                process.start()
+                theirs.close()  # otherwise a dead worker's pipe would never report its end
+                self.pipes.append(ours)
+                self.processes.append(process)
+        self.ready = False
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], time_limit: float) -> list[Any]:
+        __tracebackhide__ = True
+        if not self.ready:
+            self._results(START_LIMIT, "start")
+            self.ready = True
+        request = pickle.dumps((function, args))
+        for pipe in self.pipes:
+            pipe.send_bytes(request)
+        return self._results(time_limit, "finish")
+
+    def stop(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()  # an idle worker returns at the end of its pipe
+        deadline = time.monotonic() + GRACE
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _results(self, time_limit: float, what: str) -> list[Any]:
+        __tracebackhide__ = True
+        replies = self._replies(time_limit)
+        failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
+        if failures:
+            self._raise_first(failures)
+        silent = [rank for rank in range(len(self.pipes)) if rank not in replies]
+        if silent:
+            raise TimeoutError(f"ranks {silent} did not {what} within {time_limit:g} s{self._stacks(silent)}")
+        return [replies[rank] for rank in range(len(self.pipes))]
+
+    def _replies(self, time_limit: float) -> dict[int, Any]:
+        """Reply of each rank that answered in time, the earliest first."""
+        replies: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        deadline = time.monotonic() + time_limit
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                replies[rank] = self._receive(rank)
+                if isinstance(replies[rank], Failure):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return replies
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            return pickle.loads(self.pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            self.processes[rank].join(GRACE)
+            return Failure(
+                ChildProcessError(f"the process ended with {self.processes[rank].exitcode}"), self._tail(rank)
+            )
+
+    def _raise_first(self, failures: dict[int, Failure]) -> None:
+        first, *others = failures
+        exception = failures[first].exception
+        for rank in others:
+            exception.add_note(f"rank {rank}: {_one_line(failures[rank].exception)}")
+        exception.add_note(f"output of rank {first}:\n{self._tail(first)}")
+        raise exception from RankTraceback(f"rank {first}:\n{failures[first].traceback}")
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Where each of the ranks is at this moment: faulthandler writes it to the log."""
+        for rank in ranks:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)  # type: ignore[arg-type]
+        time.sleep(0.5)
+        return "".join(f"\nrank {rank}:\n{self._tail(rank)}" for rank in ranks)
+
+    def _log(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.log"
+
+    def _tail(self, rank: int) -> str:
+        log = self._log(rank)
+        return log.read_bytes()[-LOG_TAIL:].decode(errors="replace") if log.exists() else ""
+
+
+def _one_line(exception: BaseException) -> str:
+    return f"{type(exception).__name__}: {exception}".splitlines()[0]
+
+
+@contextlib.contextmanager
+def _patched_environ(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, log: Path) -> None:
+    """The life of a worker: join the process group, then answer calls until the pipe ends."""
+    global _worker
+    _worker = True
+    _redirect_output(log)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port)
+    timeout = datetime.timedelta(seconds=TIME_LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    pipe.send_bytes(pickle.dumps(None))
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            break
+        pipe.send_bytes(_answer(request, log))
+    sys.stdout.flush()
+    os._exit(0)  # no destructors: a peer may be gone already, and the process group would wait for it
+
+
+def _answer(request: bytes, log: Path) -> bytes:
+    os.truncate(log, 0)  # what a failure shows is of this call only
+    _forget_the_last_test()
+    try:
+        function, args = pickle.loads(request)
+        return pickle.dumps(function(*args))
+    except BaseException as exception:  # pytest.fail raises no Exception
+        return _pickled_failure(exception)
+
+
+def _forget_the_last_test() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+def _pickled_failure(exception: BaseException) -> bytes:
+    text = "".join(traceback.format_exception(exception))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    plain = RuntimeError(_one_line(exception))
+    with contextlib.suppress(Exception):  # many exceptions pickle, but need arguments to come back
+        exception.__traceback__ = None
+        request = pickle.dumps(Failure(exception, text))
+        pickle.loads(request)
+        return request
+    return pickle.dumps(Failure(plain, text))
+
+
+def _redirect_output(log: Path) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
