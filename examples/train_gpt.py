@@ -142,10 +142,12 @@ class Ranks:
 
 def find_ranks(batch: int, device: torch.device) -> Ranks:
     """To be called after `fsdp_compile`, which initialises the process group where torchrun started us."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if batch % world_size:
-        raise SystemExit(f"--batch {batch} cannot be divided among {world_size} ranks")
-    return Ranks(dist.get_rank() if dist.is_initialized() else 0, world_size, device)
+    if not dist.is_initialized():
+        return Ranks(0, 1, device)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), device)
+    if batch % ranks.world_size:
+        raise SystemExit(f"--batch {batch} cannot be divided among {ranks.world_size} ranks")
+    return ranks
 
 
 def find_device() -> torch.device:

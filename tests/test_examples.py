@@ -1,0 +1,200 @@
+"""The examples, in a short form, as a user starts them; and the helpers that their results rest on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+import llama  # noqa: E402
+import train_gpt  # noqa: E402
+
+PYTHON = shlex.quote(sys.executable)
+TORCHRUN = f"{PYTHON} -m torch.distributed.run --nproc-per-node"
+SMALL_GPT = (
+    "examples/train_gpt.py --dim 64 --layers 2 --seq 32 --batch 8 --eval-every 1000 --backend aot_eager"
+)
+
+
+def run(command: str) -> str:
+    """What the command prints, started in the root of the checkout."""
+    process = subprocess.run(
+        shlex.split(command), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.returncode == 0, process.stdout
+    return process.stdout
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Training the GPT
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The folder of a training on two ranks, killed and started again, and the number of its last step."""
+    folder = tmp_path_factory.mktemp("resumed")
+    options = f"--checkpoint {folder}/checkpoint --checkpoint-every 4"
+    options += f" --losses {folder}/losses.jsonl --out {folder}/graphs"
+    ranks = start_two_ranks(f"{PYTHON} {SMALL_GPT} {options} --steps 100000")
+    try:
+        wait_for_checkpoint(folder / "checkpoint", ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    last_step = int(train_gpt.latest_checkpoint(folder / "checkpoint").name.removeprefix("step-")) + 6
+    output = run(f"{TORCHRUN} 2 {SMALL_GPT} {options} --steps {last_step}")
+    assert "resumed from" in output
+    return folder, last_step
+
+
+def start_two_ranks(command: str) -> list[subprocess.Popen[bytes]]:
+    """What torchrun starts, without torchrun: the ranks would outlive it when it is killed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(shlex.split(command), cwd=ROOT, env={**os.environ, **shared, "RANK": rank})
+        for rank in ("0", "1")
+    ]
+
+
+def wait_for_checkpoint(folder: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + 120
+    while train_gpt.latest_checkpoint(folder) is None:
+        assert time.monotonic() < deadline and all(process.poll() is None for process in ranks)
+        time.sleep(0.05)
+
+
+def test_gpt_killed_and_resumed_has_the_losses_of_the_unsharded_model(
+    resumed: tuple[Path, int], tmp_path: Path
+) -> None:
+    folder, last_step = resumed
+    losses = train_gpt.read_losses(folder / "losses.jsonl")
+    assert list(losses) == list(range(1, last_step + 1))
+    run(f"{PYTHON} {SMALL_GPT} --reference --steps {last_step} --losses {tmp_path}/losses.jsonl")
+    assert losses == pytest.approx(train_gpt.read_losses(tmp_path / "losses.jsonl"), abs=1e-4)
+
+
+def test_gpt_writes_its_graphs_and_its_schedule(resumed: tuple[Path, int]) -> None:
+    graphs = resumed[0] / "graphs"
+    assert "fsdp.all_gather" in (graphs / "forward.txt").read_text()
+    assert "fsdp.reduce_scatter" in (graphs / "backward.txt").read_text()
+    assert "all_gather blocks.0" in (graphs / "schedule.txt").read_text()
+
+
+def test_gpt_trains_in_one_process(tmp_path: Path) -> None:
+    output = run(f"{PYTHON} {SMALL_GPT} --steps 3 --out {tmp_path}")
+    assert "step     3  loss" in output
+    assert "all_gather" not in (tmp_path / "schedule.txt").read_text()
+
+
+def test_batch_depends_on_the_step_alone() -> None:
+    data, _ = train_gpt.read_text()
+    first, again, next_one = (train_gpt.training_batch(data, step, 4, 16) for step in (1, 1, 2))
+    assert torch.equal(first[0], again[0]) and not torch.equal(first[0], next_one[0])
+    assert torch.equal(first[0][:, 1:], first[1][:, :-1])
+
+
+def test_rows_of_all_ranks_are_the_batch() -> None:
+    batch = train_gpt.training_batch(train_gpt.read_text()[0], step=1, batch=6, seq=16)
+    ranks = [train_gpt.Ranks(rank, 3, torch.device("cpu")) for rank in range(3)]
+    tokens, targets = zip(*(rank.rows(batch) for rank in ranks), strict=True)
+    assert torch.equal(torch.cat(tokens), batch[0]) and torch.equal(torch.cat(targets), batch[1])
+
+
+def test_held_out_text_is_the_last_tenth_and_read_once() -> None:
+    training, held_out = train_gpt.read_text()
+    assert 0.1 <= len(held_out) / (len(training) + len(held_out)) < 0.1001
+    tokens = torch.cat([tokens.flatten() for tokens, _ in train_gpt.held_out_batches(held_out, 4, 16)])
+    targets = torch.cat([targets.flatten() for _, targets in train_gpt.held_out_batches(held_out, 4, 16)])
+    assert len(tokens) > len(held_out) - 64 - 1
+    assert torch.equal(tokens, held_out[: len(tokens)]) and torch.equal(
+        targets, held_out[1 : len(tokens) + 1]
+    )
+
+
+def test_resumed_log_keeps_only_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    log = tmp_path / "losses.jsonl"
+    log.write_text("".join(json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in range(1, 10)))
+    train_gpt.open_log(log, num_steps_done=7).close()
+    assert train_gpt.read_losses(log) == {step: 1 / step for step in range(1, 8)}
+    train_gpt.open_log(log, num_steps_done=0).close()
+    assert train_gpt.read_losses(log) == {}
+
+
+def test_half_written_checkpoint_is_not_the_latest(tmp_path: Path) -> None:
+    for name in ("step-000004", "step-000012", "step-000016.partial"):
+        (tmp_path / name).mkdir()
+    assert train_gpt.latest_checkpoint(tmp_path) == tmp_path / "step-000012"
+    assert train_gpt.latest_checkpoint(tmp_path / "elsewhere") is None
+
+
+def test_held_bytes_count_a_storage_once() -> None:
+    storage = torch.zeros(10)
+    assert train_gpt.held_bytes([storage[:4], storage[6:], torch.zeros(2)]) == 48
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The others
+
+
+def test_digits_are_told_apart_by_three_units_on_three_ranks() -> None:
+    output = run(f"{TORCHRUN} 3 examples/train_digits.py --epochs 6 --backend aot_eager")
+    accuracy = re.search(r"test accuracy (\S+)", output)
+    assert accuracy and float(accuracy[1]) > 0.95, output
+
+
+def test_inspect_graph_prints_both_graphs_and_the_schedule() -> None:
+    output = run(f"{PYTHON} examples/inspect_graph.py")
+    for words in ("forward(layers.0", "backward(", "fsdp.free(", "all_gather layers.1"):
+        assert words in output
+
+
+def test_llama_is_rewritten_on_the_meta_device() -> None:
+    output = run(f"{PYTHON} examples/llama.py --config small --seq 32")
+    assert "all_gather layers.1" in output and "world size 64" in output
+
+
+def test_llama3_8b_has_its_number_of_parameters() -> None:
+    model = llama.llama3_8b()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 8_030_261_248
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_llama_knows_nothing_before_training() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(llama.SMALL.vocab, (4, 32))
+    assert llama.Llama(llama.SMALL)(tokens, tokens).item() == pytest.approx(
+        math.log(llama.SMALL.vocab), abs=0.3
+    )
+
+
+def test_rotation_sees_relative_positions_only() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, llama.SMALL.head_dim).expand(-1, -1, -1, 8, -1)
+    angles = llama.rotary_angles(8, llama.SMALL, torch.device("cpu"))
+    scores = (llama.rotate(q, *angles) @ llama.rotate(k, *angles).transpose(-1, -2)).squeeze()
+    for distance in range(-7, 8):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
+def test_training_script_of_the_readme_runs_as_printed(tmp_path: Path) -> None:
+    script = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert script
+    (tmp_path / "train.py").write_text(script[1])
+    assert "reduce_scatter" in run(f"{TORCHRUN} 2 {tmp_path}/train.py")
