@@ -1,0 +1,17 @@
+"""Fully sharded data parallelism as a compiler pass: `fsdp_compile(model)`."""
+
+from .api import fsdp_compile, rewrite, shard
+from .errors import CaptureError, ConfigError, PassError, VerifyError
+from .graphs import RewrittenGraph, RewrittenGraphs
+
+__all__ = [
+    "CaptureError",
+    "ConfigError",
+    "PassError",
+    "RewrittenGraph",
+    "RewrittenGraphs",
+    "VerifyError",
+    "fsdp_compile",
+    "rewrite",
+    "shard",
+]

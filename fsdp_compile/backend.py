@@ -1,0 +1,91 @@
+"""The "fsdp" backend of torch.compile: capture -> pipeline -> compiler."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+import torch.nn as nn
+
+from .capture import Capture, Received, check_options
+from .config import CompileConfig
+from .errors import ConfigError
+from .graphs import RewrittenGraphs
+from .passes.pipeline import Pipeline
+from .runtime import kernels  # noqa: F401  registers the kernels of the operators in captured graphs
+from .runtime.flat_shard import FlatShard
+from .sharding import Sharding
+
+Compiled = Callable[..., Any]
+
+
+def fsdp(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Compiled:
+    """The backend behind `torch.compile(shard(model), backend="fsdp")`, registered as an entry point of torch.
+
+    Args:
+        options: Inductor's.
+
+    Raises:
+        ConfigError: when the compiled model is first called, if it was never sharded.
+    """
+    check_options(options)
+    shardings = _shardings(example_inputs)
+    if not shardings and any(isinstance(value, nn.Parameter) for value in example_inputs):
+        return _refuse
+    return compile_graph(gm, example_inputs, shardings, CompileConfig(options=options))
+
+
+def backend_for(sharding: Sharding, config: CompileConfig) -> Callable[..., Compiled]:
+    """The backend that `fsdp_compile` gives to torch.compile; it knows its model, and records graphs without parameters."""
+
+    def fsdp(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        shardings = dict.fromkeys([sharding, *_shardings(example_inputs)])
+        return compile_graph(gm, example_inputs, list(shardings), config)
+
+    return fsdp
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], shardings: list[Sharding], config: CompileConfig
+) -> Compiled:
+    """Rewrite and compile a graph that reads parameters of `shardings`."""
+    shards_of_bucket: dict[str, list[weakref.ref[FlatShard]]] = {}
+    for value in example_inputs:
+        if (shard := getattr(value, "fsdp_flat_shard", None)) is not None:
+            shards_of_bucket.setdefault(shard.layout.bucket, []).append(weakref.ref(shard))
+
+    def on_graphs(graphs: RewrittenGraphs) -> None:
+        for sharding in shardings:
+            sharding.graphs.append(graphs)
+
+    def on_backward(received: Received) -> None:
+        for bucket, offsets in received:
+            for reference in shards_of_bucket[bucket]:
+                if (shard := reference()) is not None:
+                    shard.received.update(offsets)
+
+    capture = Capture(
+        _common_pipeline(shardings), on_graphs, on_backward, config.backend == "inductor", dict(config.options or {})
+    )
+    return capture.compile(gm, example_inputs)
+
+
+def _shardings(example_inputs: Sequence[Any]) -> list[Sharding]:
+    found = [getattr(value, "fsdp_sharding", None) for value in example_inputs]
+    return list(dict.fromkeys(sharding for sharding in found if sharding is not None))
+
+
+def _common_pipeline(shardings: list[Sharding]) -> Pipeline:
+    pipelines = [sharding.pipeline() for sharding in shardings] or [Pipeline.of()]
+    if any(pipeline != pipelines[0] for pipeline in pipelines):
+        raise ConfigError(f"models that are compiled into one graph need the same schedule options, not {pipelines}")
+    return pipelines[0]
+
+
+def _refuse(*_: Any) -> Any:
+    raise ConfigError('backend="fsdp" compiles sharded models, and this one is not: call fsdp_compile.shard(model) first')

@@ -1,0 +1,156 @@
+"""Capture: the only file that knows how AOTAutograd and Inductor are driven.
+
+`compile_fx` brings a Dynamo graph to a joint graph, runs Inductor's passes on it, and hands it to our partitioner, which
+runs the pipeline and returns forward and backward in schedule order; then it compiles each. Private torch API, as of
+torch 2.11 to 2.13: `compile_fx` and its `inner_compile` hook, `custom_partitioner_fn`, Inductor's configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch.fx
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from .errors import CaptureError, ConfigError
+from .graphs import RewrittenGraphs
+from .passes import ops
+from .passes.pipeline import Pipeline
+
+Received = Sequence[tuple[str, Sequence[int]]]
+"""For every bucket, the offsets of the parameters that a backward computes gradients for."""
+
+_KEEP_SCHEDULE = {  # what Inductor would otherwise do to the order of the nodes
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """How one Dynamo graph is rewritten and compiled.
+
+    Attributes:
+        on_graphs: called with the rewritten graphs before they are compiled.
+        on_backward: called with what it received whenever a compiled backward runs.
+        generates_code: whether Inductor compiles the graphs, or they run as they are.
+        options: Inductor's, by name.
+    """
+
+    pipeline: Pipeline
+    on_graphs: Callable[[RewrittenGraphs], None]
+    on_backward: Callable[[Received], None]
+    generates_code: bool = True
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def compile(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The compiled form of a graph from Dynamo."""
+        partitioner = Partitioner(self)
+
+        def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            if kwargs.get("is_inference"):
+                self.on_graphs(RewrittenGraphs.of(self.pipeline.rewrite_inference(graph)))
+            compiled = compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph)
+            return self._noting(compiled, partitioner.received) if kwargs.get("is_backward") else compiled
+
+        patches = {**_KEEP_SCHEDULE, "custom_partitioner_fn": partitioner, **self.options}
+        if not self.generates_code:
+            patches["fallback_random"] = True  # the random numbers of eager
+        # A hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+
+    def _noting(self, compiled: Callable[..., Any], received: Received) -> Callable[..., Any]:
+        def run(arguments: list[Any]) -> Any:
+            self.on_backward(received)
+            return compiled(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
+        return run
+
+
+class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+    """Where Inductor asks for a partition of the joint graph, the pipeline runs."""
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.received: list[tuple[str, Sequence[int]]] = []
+
+    def __call__(
+        self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        static_inputs = kwargs.get("static_lifetime_input_indices") or ()
+        forward, backward = self.capture.pipeline.rewrite_joint(gm, kwargs["num_fwd_outputs"], static_inputs)
+        self.received += received_gradients(backward.scheduled.graph)
+        self.capture.on_graphs(RewrittenGraphs.of(forward, backward))
+        return forward.lowered, backward.lowered
+
+    def uuid(self) -> str:
+        """For Inductor's cache of generated code, whose key contains the graphs that we return."""
+        return "fsdp_compile"
+
+
+def received_gradients(backward: torch.fx.Graph) -> Received:
+    """Which parameters the backward computes gradients for."""
+    nodes = [node for node in backward.nodes if ops.is_call(node, ops.PACK, ops.REDUCE_SCATTER_GROUPED)]
+    return [(ops.argument(node, "bucket"), ops.argument(node, "offsets")) for node in nodes]
+
+
+def _as_it_is(graph: torch.fx.GraphModule) -> Callable[..., Any]:
+    def run(arguments: list[Any]) -> Any:
+        inputs = tuple(arguments)
+        arguments.clear()
+        return graph(*inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _Captured(Exception):
+    """Ends a compilation as soon as its graphs are known."""
+
+    def __init__(self, graphs: RewrittenGraphs) -> None:
+        self.graphs = graphs
+
+
+def capture_only(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], pipeline: Pipeline
+) -> RewrittenGraphs:
+    """The rewritten graphs of `model(*args, **kwargs)`, which is traced and not run.
+
+    Raises:
+        CaptureError: the call cannot be traced as one graph.
+    """
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def stop(graphs: RewrittenGraphs) -> None:
+            raise _Captured(graphs)
+
+        return Capture(pipeline, stop, lambda received: None).compile(gm, example_inputs)
+
+    try:
+        torch.compile(model, backend=backend, fullgraph=True)(*args, **kwargs)
+    except BackendCompilerFailed as e:
+        if isinstance(e.inner_exception, _Captured):
+            return e.inner_exception.graphs
+        raise
+    except TorchDynamoException as e:
+        raise CaptureError(f"the model cannot be traced as one graph: {e}") from e
+    raise CaptureError("the call computes nothing with tensors: there is no graph to rewrite")
+
+
+def check_options(options: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for options that Inductor does not have, or that would undo the schedule."""
+    known = torch._inductor.list_options()
+    for name in options or {}:
+        if name.replace("-", "_") not in known:
+            raise ConfigError(f"options: Inductor has no option {name!r}")
+        if name in _KEEP_SCHEDULE or name == "custom_partitioner_fn":
+            raise ConfigError(f"options: {name} would undo the schedule of the rewritten graphs")

@@ -1,0 +1,64 @@
+"""The rewritten graphs of one compilation, to look at and to test against."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.fx
+
+from .passes.pipeline import Side
+from .passes.printer import print_graph, print_schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class RewrittenGraph:
+    """A graph in schedule order, in the dialect of `passes.ops`; `str()` prints it."""
+
+    module: torch.fx.GraphModule
+    title: str
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        return self.module.graph
+
+    def schedule(self) -> str:
+        """Compute and communication side by side, with the bytes of full buffers alive."""
+        return print_schedule(self.module, self.title)
+
+    def __str__(self) -> str:
+        return print_graph(self.module, self.title)
+
+    __repr__ = __str__
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredGraphs:
+    """What the compiler receives: torch's functional collectives and ATen, in the order of the schedule."""
+
+    forward: torch.fx.GraphModule
+    backward: torch.fx.GraphModule | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RewrittenGraphs:
+    """Forward and backward of one compiled graph; `backward` is None where no gradients were asked for."""
+
+    forward: RewrittenGraph
+    backward: RewrittenGraph | None
+    lowered: LoweredGraphs
+
+    @classmethod
+    def of(cls, forward: Side, backward: Side | None = None) -> RewrittenGraphs:
+        return cls(
+            RewrittenGraph(forward.scheduled, "forward"),
+            None if backward is None else RewrittenGraph(backward.scheduled, "backward"),
+            LoweredGraphs(forward.lowered, None if backward is None else backward.lowered),
+        )
+
+    def schedule(self) -> str:
+        """Both schedules as text."""
+        sides = [side for side in (self.forward, self.backward) if side is not None]
+        return "\n".join(side.schedule() for side in sides)
+
+    def __str__(self) -> str:
+        return "\n\n".join(str(side) for side in (self.forward, self.backward) if side is not None)

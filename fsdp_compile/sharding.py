@@ -1,0 +1,187 @@
+"""Sharding: the parameters of a module become DTensor views into flat shards, one shard for each bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .config import ScheduleConfig
+from .errors import ConfigError
+from .graphs import RewrittenGraphs
+from .layout import Axis, Layout, lay_out
+from .passes.pipeline import Pipeline
+from .reading import Read, Running, generated_subclass, install_reads
+from .runtime.flat_shard import FlatShard
+from .runtime.gradients import hand_over_gradients
+from .runtime.groups import axes_of, is_nccl, whole_mesh
+from .runtime.optimizers import note_replacement
+from .units import Unit
+
+
+@dataclasses.dataclass(eq=False)
+class Sharding:
+    """What a sharded model knows: its shards, its schedule options, the graphs compiled so far.
+
+    With a single rank `mesh` is None and there are no shards: the parameters are the model's own.
+    """
+
+    mesh: DeviceMesh | None
+    units: list[str]
+    shards: list[FlatShard]
+    schedule: ScheduleConfig
+    running: Running = dataclasses.field(default_factory=Running)
+    graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
+
+    def pipeline(self) -> Pipeline:
+        """The passes that this model's graphs run through."""
+        lowering = self.schedule.collective_lowering
+        is_auto_grouped = lowering == "auto" and self.mesh is not None and is_nccl(self.mesh)
+        return pipeline_of(self.schedule, self.units, grouped=lowering == "grouped" or is_auto_grouped)
+
+    def check(self) -> None:
+        """Before a forward: parameters that were moved are views of their shards again."""
+        for shard in self.shards:
+            assert self.mesh is not None
+            shard.check_views(self.mesh)
+
+
+def pipeline_of(schedule: ScheduleConfig, units: list[str], *, grouped: bool) -> Pipeline:
+    return Pipeline.of(
+        reshard=schedule.reshard_of_unit(units),
+        forward_prefetch=schedule.forward_prefetch,
+        backward_prefetch=schedule.backward_prefetch,
+        grouped=grouped,
+    )
+
+
+class ShardedModule:
+    """Mixed into the class of a sharded root module: a call of the root is what makes parameters read as full tensors."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sharding = sharding_of(self)  # type: ignore[arg-type]
+        if not torch.compiler.is_compiling():
+            sharding.check()
+        with sharding.running():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+def _module(model: nn.Module) -> nn.Module:
+    """The model itself, as scripts written for DistributedDataParallel expect."""
+    return model
+
+
+def _graphs(model: nn.Module) -> list[RewrittenGraphs]:
+    """The rewritten graphs, one for each set of guards that was compiled."""
+    return sharding_of(model).graphs
+
+
+_PROPERTIES = {"module": property(_module), "graphs": property(_graphs)}
+
+
+def sharding_of(model: nn.Module) -> Sharding:
+    found: Sharding = vars(model)["_fsdp_sharding"]
+    return found
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return "_fsdp_sharding" in vars(module)
+
+
+def check_not_sharded(model: nn.Module) -> None:
+    """Raise ConfigError if the model, or a part of it, is sharded already."""
+    for name, module in model.named_modules():
+        if is_sharded(module):
+            raise ConfigError(f"{name or 'the model'} is sharded already")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, torch.distributed.tensor.DTensor):
+            raise ConfigError(f"{name} is a DTensor already; FSDP shards plain parameters")
+
+
+def check_no_cached_parameters(model: nn.Module) -> None:
+    """Raise ConfigError for modules that keep parameters in other attributes too, which would go on holding old ones."""
+    parameters = set(model.parameters())
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            held = value if isinstance(value, (list, tuple)) else [value]
+            if attribute != "_parameters" and any(isinstance(item, nn.Parameter) and item in parameters for item in held):
+                raise ConfigError(
+                    f"{name or 'the model'} ({type(module).__name__}) also keeps parameters in its attribute {attribute!r}, "
+                    "which sharding cannot replace; such modules are not supported"
+                )
+
+
+def shard_parameters(
+    model: nn.Module,
+    units: list[Unit],
+    mesh: DeviceMesh | None,
+    schedule: ScheduleConfig,
+    *,
+    reduction: str,
+    sync_module_states: bool,
+) -> Sharding:
+    """Shard the parameters of `model`, in place. Everything that can be refused has been refused before."""
+    sharding = Sharding(mesh, [unit.name for unit in units], [], schedule)
+    if mesh is not None:
+        if sync_module_states:
+            _broadcast(model, mesh)
+        layouts = _layouts(units, mesh, reduction)
+        sharding.shards = _replace_parameters(model, layouts, mesh, sharding.running)
+        for shard in sharding.shards:
+            shard.data.fsdp_sharding = sharding  # type: ignore[attr-defined]
+    else:
+        for parameter in model.parameters():
+            parameter.fsdp_sharding = sharding  # type: ignore[attr-defined]
+    vars(model)["_fsdp_sharding"] = sharding
+    gained = {name: value for name, value in _PROPERTIES.items() if not hasattr(model, name)}
+    model.__class__ = generated_subclass(type(model), gained, mixin=ShardedModule)
+    return sharding
+
+
+def _layouts(units: list[Unit], mesh: DeviceMesh, reduction: str) -> list[Layout]:
+    shards, replicas = axes_of(mesh)
+    has_scalars = any(parameter.dim() == 0 for unit in units for _, parameter in unit.parameters)
+    everyone = whole_mesh(mesh) if has_scalars else Axis(mesh.size(), "")
+    return lay_out(units, shards, replicas, everyone, reduction)
+
+
+def _broadcast(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Parameters and buffers of the mesh's first rank, to all."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_meta:
+            data = tensor.detach().contiguous()
+            for dim in reversed(range(mesh.ndim)):  # along the rows of the first column's ranks, then from row to row
+                group = mesh.get_group(dim)
+                dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
+            tensor.detach().copy_(data)
+
+
+def _replace_parameters(model: nn.Module, layouts: list[Layout], mesh: DeviceMesh, running: Running) -> list[FlatShard]:
+    original_of_name = dict(model.named_parameters())
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((module, name))
+    read_of_parameter = {}
+    sharded_of_original = {}
+    shards = []
+    for layout in layouts:
+        originals = [original_of_name[slot.parameter] for slot in layout.slots]
+        first_owners = [owners[original][0] for original in originals]
+        shard = FlatShard.create(layout, [original.detach() for original in originals], first_owners, mesh)
+        hand_over_gradients(shard, mesh)
+        shards.append(shard)
+        for slot, original, parameter in zip(layout.slots, originals, shard.parameters, strict=True):
+            read_of_parameter[original] = Read(shard.data, layout.unshard_arguments(slot))
+            sharded_of_original[original] = parameter
+    install_reads(model, read_of_parameter, running)
+    for original, sharded in sharded_of_original.items():
+        for module, name in owners[original]:
+            module._parameters[name] = sharded
+        note_replacement(original, sharded)
+    return shards

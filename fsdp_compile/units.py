@@ -1,0 +1,167 @@
+"""Units: which parameters are gathered together.
+
+A policy selects modules; each selected module is a unit that holds the parameters below it that no selected module
+further down holds. What no module claims is split into runs between the units, in order of definition, so that an embedding
+before the blocks and a head after them do not share a unit that would stay gathered for the whole step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+
+from .errors import ConfigError
+from .runtime.policies import run_policy
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together: (name in the model, parameter), tied ones once."""
+
+    name: str
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+
+def find_units(model: nn.Module, policy: Any) -> list[Unit]:
+    """The units of `model` in order of definition.
+
+    Args:
+        policy: "auto", a policy of torch.distributed.fsdp.wrap, a callable (module, recurse, nonwrapped_numel) -> bool,
+            module classes, module instances, or globs over module names (one, or an iterable).
+
+    Raises:
+        ConfigError: the policy is none of these, returns something else than bool, or names no module of the model.
+    """
+    selected = selected_modules(model, policy)
+    name_of_selected = {name: module for name, module in model.named_modules() if module in selected}
+    units: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    run = _Run()
+    for name, parameter in model.named_parameters():  # yields tied parameters once
+        owner = _owner(name, name_of_selected)
+        unit = run.unit_of(name, model) if owner is None else owner
+        if owner is not None:
+            run = _Run()
+        units.setdefault(unit, []).append((name, parameter))
+    return [Unit(name or "root", tuple(parameters)) for name, parameters in units.items()]
+
+
+def selected_modules(model: nn.Module, policy: Any) -> set[nn.Module]:
+    """The modules that `policy` makes units."""
+    if isinstance(policy, str) and policy == "auto":
+        return _repeated_blocks(model)
+    if isinstance(policy, (ModuleWrapPolicy, CustomPolicy)):
+        return run_policy(policy, model)
+    if isinstance(policy, (type, nn.Module, str)):
+        return _listed(model, [policy])
+    if callable(policy):
+        return _called(model, policy)
+    if isinstance(policy, Iterable):
+        return _listed(model, list(policy))
+    raise ConfigError(
+        "auto_wrap_policy is 'auto', a policy of torch.distributed.fsdp.wrap, a callable, classes, modules or name globs, "
+        f"not {policy!r}"
+    )
+
+
+def _owner(parameter: str, selected: dict[str, nn.Module]) -> str | None:
+    """The name of the deepest selected module that holds the parameter."""
+    module = parameter.rpartition(".")[0]
+    while module not in selected:
+        if not module:
+            return None
+        module = module.rpartition(".")[0]
+    return module
+
+
+class _Run:
+    """Consecutive parameters that no unit claims: they form a unit, but embeddings keep to themselves."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.is_embedding = False
+
+    def unit_of(self, parameter: str, model: nn.Module) -> str:
+        module, _, own_name = parameter.rpartition(".")
+        is_embedding = isinstance(model.get_submodule(module), nn.Embedding)
+        if self.name is None or is_embedding != self.is_embedding:
+            self.name, self.is_embedding = module or own_name, is_embedding
+        return self.name
+
+
+def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
+    """The outermost repeated blocks; without any, the children that hold parameters."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    blocks = set(_blocks_below(model, total))
+    if blocks:
+        return blocks
+    children = [child for child in model.children() if any(True for _ in child.parameters())]
+    if len(children) == 1 and not list(model.parameters(recurse=False)):
+        return _repeated_blocks(children[0])
+    return {child for child in children if not isinstance(child, nn.Embedding)}
+
+
+def _blocks_below(module: nn.Module, total: int) -> Iterator[nn.Module]:
+    """Members of containers whose class repeats there; one with over half of all parameters is looked into instead."""
+    repeats = Counter(type(child) for child in module.children() if isinstance(module, _CONTAINERS))
+    for child in module.children():
+        numel = sum(parameter.numel() for parameter in child.parameters())
+        if numel and repeats[type(child)] > 1 and 2 * numel <= total:
+            yield child
+        else:
+            yield from _blocks_below(child, total)
+
+
+def _listed(model: nn.Module, wanted: list[Any]) -> set[nn.Module]:
+    selected: set[nn.Module] = set()
+    for item in wanted:
+        if isinstance(item, type) and issubclass(item, nn.Module):
+            found = {module for module in model.modules() if isinstance(module, item)}
+        elif isinstance(item, nn.Module):
+            found = {item} & set(model.modules())
+        elif isinstance(item, str):
+            found = {module for name, module in model.named_modules() if fnmatchcase(name, item)}
+        else:
+            raise ConfigError(f"auto_wrap_policy: {item!r} is no module class, module or glob over module names")
+        if not found:
+            raise ConfigError(f"auto_wrap_policy: no module of the model matches {_short(item)}")
+        selected |= found
+    return selected
+
+
+def _short(item: object) -> str:
+    return type(item).__name__ + "(...)" if isinstance(item, nn.Module) else repr(item)
+
+
+def _called(model: nn.Module, policy: Callable[..., Any]) -> set[nn.Module]:
+    """Ask `policy` as FSDP1 does: about every module on the way down, and on the way up about what is left of it."""
+    selected: set[nn.Module] = set()
+
+    def ask(module: nn.Module, recurse: bool, numel: int) -> bool:
+        answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
+        if not isinstance(answer, bool):
+            raise ConfigError(
+                f"auto_wrap_policy returned {answer!r} for {type(module).__name__} (recurse={recurse}), not a bool"
+            )
+        return answer
+
+    def visit(module: nn.Module) -> int:
+        """How many elements below `module` the selected modules hold."""
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        if not ask(module, True, numel):
+            return 0
+        claimed = sum(visit(child) for child in module.children())
+        if module is not model and ask(module, False, numel - claimed):
+            selected.add(module)
+            return numel
+        return claimed
+
+    visit(model)
+    return selected

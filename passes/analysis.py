@@ -1,0 +1,90 @@
+"""Analyses that the passes share: positions, aliases, last uses; and the one way in which passes move nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+from . import ops
+
+
+def positions(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
+    """The place of every node in the order of execution."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def is_alias(node: torch.fx.Node) -> bool:
+    """Whether this node's value is a view of its first input, by the schema of its operator."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    if node.target is operator.getitem:
+        return is_alias(node.all_input_nodes[0])
+    if ops.is_call(node, ops.WAIT):
+        return True  # the buffer is the one that the collective fills
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+
+
+def aliases(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """`node` and every node that is a view of it, or a view of such a view."""
+    found = [node]
+    for alias in found:
+        found += [user for user in alias.users if is_alias(user) and user.all_input_nodes[0] is alias]
+    return found
+
+
+def last_use(node: torch.fx.Node, position: Mapping[torch.fx.Node, int]) -> torch.fx.Node:
+    """The last node that reads `node` or any view of it; the last of those views itself where none is read."""
+    touching = set(aliases(node))
+    for alias in list(touching):
+        touching.update(alias.users)
+    return max(touching, key=position.__getitem__)
+
+
+def first_use(node: torch.fx.Node, position: Mapping[torch.fx.Node, int]) -> torch.fx.Node:
+    """The first node that reads `node`."""
+    return min(node.users, key=position.__getitem__)
+
+
+def inputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def outputs(graph: torch.fx.Graph) -> list[Any]:
+    """The values that the graph returns, in order; None where an input gets no gradient."""
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def parameter_only(graph: torch.fx.Graph, roots: set[torch.fx.Node]) -> set[torch.fx.Node]:
+    """`roots` (full parameters) and every node computed from them and from nothing else, without random numbers."""
+    found = set(roots)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and not _is_random(node):
+            if all(source in found for source in node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+def _is_random(node: torch.fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def reorder(graph: torch.fx.Graph, key: Mapping[torch.fx.Node, Any]) -> None:
+    """Put the nodes into the order of `key`, which must agree with the data flow; ties keep their order."""
+    order = sorted(graph.nodes, key=key.__getitem__)
+    place = {node: index for index, node in enumerate(order)}
+    for node in order:
+        late = [source for source in node.all_input_nodes if place[source] > place[node]]
+        assert not late, f"the order puts {node} before {late[0]}, which it reads"
+    anchor = graph._root
+    for node in order:
+        if anchor.next is not node:
+            anchor.append(node)
+        anchor = node

@@ -1,0 +1,64 @@
+"""Delay the waits for reductions: nothing needs a reduced gradient before the end of the graph.
+
+    Before   wait(reduce_scatter(p2)); mm1; p1 = pack(...); wait(reduce_scatter(p1)); return
+    After    reduce_scatter(p2); mm1; wait p2; p1 = pack(...); reduce_scatter(p1); wait p1; return
+    Needs    every reduction waited for once (insert_reduce_scatter)
+    Keeps    data flow, the order of the collectives, outputs
+    Cost     O(nodes); up to `distance` packed gradients alive while they are reduced
+
+A wait moves to just before the `distance`-th reduction after its own is packed, so that its buffer is gone when the next
+one is filled. A reduction over a second mesh axis belongs to the first: it starts when the first is waited for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.fx
+
+from . import analysis, ops
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayReduceScatterWait:
+    """`distance`: how many reductions may be under way at once; 0 waits for each at once."""
+
+    distance: int = 1
+
+    def __call__(self, gm: torch.fx.GraphModule) -> None:
+        position = analysis.positions(gm.graph)
+        key: dict[torch.fx.Node, Any] = {node: (index, 1, 0) for node, index in position.items()}
+        for chain, deadline in deadlines(gm.graph, self.distance):
+            for node in chain:
+                key[node] = (position[deadline], 0, position[node])
+        analysis.reorder(gm.graph, key)
+
+
+def deadlines(graph: torch.fx.Graph, distance: int) -> list[tuple[list[torch.fx.Node], torch.fx.Node]]:
+    """For every bucket's reduction: what is to run late (its wait and what follows), and the node to run it before."""
+    if distance == 0:
+        return []
+    reductions = [node for node in graph.nodes if ops.is_reduction(node) and not _continues(node)]
+    begins = [_begin(node) for node in reductions]
+    ends = [*begins[distance:], *[graph.output_node()] * distance]
+    return [(_followers(node), end) for node, end in zip(reductions, ends)]
+
+
+def _continues(node: torch.fx.Node) -> bool:
+    """Whether this reduction takes the result of another one, over the other mesh axis."""
+    return ops.is_call(node.args[0], ops.WAIT) if isinstance(node.args[0], torch.fx.Node) else False
+
+
+def _begin(node: torch.fx.Node) -> torch.fx.Node:
+    source = node.args[0]
+    return source if isinstance(source, torch.fx.Node) and ops.is_call(source, ops.PACK) else node
+
+
+def _followers(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The chain of waits and reductions that begins with the wait for `node`."""
+    chain = []
+    while following := [user for user in node.users if ops.is_call(user, ops.WAIT) or ops.is_reduction(user)]:
+        node = following[0]
+        chain.append(node)
+    return chain

@@ -1,0 +1,99 @@
+"""Insert all-gathers: each bucket is gathered once, and each of its parameters taken out just before its first use.
+
+    Before   w = unshard(shard); v = unshard(shard); ...; mm(x, t(w)); ...; mm(y, t(v))
+    After    ...; g = wait(all_gather(shard)); w = copy_out(g); mm(x, t(w)); ...; v = copy_out(g); mm(y, t(v))
+    Needs    one unshard per parameter (merge_unshards)
+    Keeps    data flow; the order of the nodes, but views and casts of parameters move down to where they are read
+    Cost     O(nodes), one all-gather per bucket
+
+The packed form copies each parameter out of the gathered buffer, except where the bucket holds a single one: its
+chunks already lie one after another. In the grouped form every parameter is gathered into its place and only viewed.
+A bucket that is not sharded (`world_size` 1) needs no gather.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.fx
+
+from . import analysis, ops
+
+
+@dataclasses.dataclass(frozen=True)
+class InsertAllGather:
+    """`grouped` selects the form of every bucket's gather; see the module's text."""
+
+    grouped: bool = False
+
+    def __call__(self, gm: torch.fx.GraphModule) -> None:
+        _sink_parameter_values(gm.graph)
+        for bucket in gathered_buckets(gm.graph):
+            self._gather(gm.graph, bucket)
+        gm.graph.eliminate_dead_code()
+
+    def _gather(self, graph: torch.fx.Graph, bucket: GatheredBucket) -> None:
+        buffer = bucket.shard
+        if bucket.world_size > 1:
+            gather = ops.ALL_GATHER_GROUPED if self.grouped else ops.ALL_GATHER
+            with graph.inserting_before(bucket.first_use):
+                pending = ops.call(graph, gather, bucket.shard, bucket.name, bucket.world_size, bucket.group)
+                buffer = ops.call(graph, ops.WAIT, pending)
+        is_view = self.grouped or bucket.world_size == 1 or bucket.holds_one_parameter
+        for unshard, first_use in bucket.first_use_of_unshard.items():
+            out = ops.VIEW_OUT if is_view else ops.COPY_OUT
+            placement = [ops.argument(unshard, name) for name in ("parameter", "offset", "shape", "world_size")]
+            with graph.inserting_before(first_use):
+                full = ops.call(graph, out, buffer, *placement, like=unshard)
+            unshard.replace_all_uses_with(full)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheredBucket:
+    """A bucket that the graph reads: which parameters, each from where on."""
+
+    shard: torch.fx.Node
+    first_use_of_unshard: dict[torch.fx.Node, torch.fx.Node]
+    name: str
+    world_size: int
+    group: str
+
+    @property
+    def first_use(self) -> torch.fx.Node:
+        return next(iter(self.first_use_of_unshard.values()))
+
+    @property
+    def holds_one_parameter(self) -> bool:
+        unshard = next(iter(self.first_use_of_unshard))
+        needed = ops.shard_numel(ops.argument(unshard, "shape"), self.world_size)
+        return bool(needed == self.shard.meta["val"].numel())
+
+
+def gathered_buckets(graph: torch.fx.Graph) -> list[GatheredBucket]:
+    """The buckets in the order of their first use."""
+    position = analysis.positions(graph)
+    unshards = [node for node in graph.nodes if ops.is_call(node, ops.UNSHARD) and node.users]
+    first_use = {node: analysis.first_use(node, position) for node in unshards}
+    unshards_of_shard: dict[torch.fx.Node, dict[torch.fx.Node, torch.fx.Node]] = {}
+    for node in sorted(unshards, key=lambda unshard: position[first_use[unshard]]):
+        unshards_of_shard.setdefault(ops.argument(node, "shard"), {})[node] = first_use[node]
+    return [_bucket(shard, uses) for shard, uses in unshards_of_shard.items()]
+
+
+def _bucket(shard: torch.fx.Node, uses: dict[torch.fx.Node, torch.fx.Node]) -> GatheredBucket:
+    first = next(iter(uses))
+    return GatheredBucket(shard, uses, *(ops.argument(first, name) for name in ("bucket", "world_size", "group")))
+
+
+def _sink_parameter_values(graph: torch.fx.Graph) -> None:
+    """Move every value that follows from parameters alone to just before the first node that needs it."""
+    unshards = {node for node in graph.nodes if ops.is_call(node, ops.UNSHARD)}
+    movable = analysis.parameter_only(graph, unshards) - unshards
+    position = analysis.positions(graph)
+    key: dict[torch.fx.Node, Any] = {node: (index, 1, 0) for node, index in position.items()}
+    for node in reversed(list(graph.nodes)):
+        if node in movable and node.users:
+            deadline = min(key[user][0] for user in node.users)
+            key[node] = (deadline, 0, position[node])
+    analysis.reorder(graph, key)

@@ -1,0 +1,229 @@
+"""The dialect: operators that stand for sharding in a graph, until `lower_collectives` turns them into torch's own.
+
+A *shard* is the 1-D tensor in which a rank keeps its part of every parameter of one *bucket* (the parameters of one
+unit that share dtype, requires_grad and device). For a parameter of `rows` x `inner` elements on `world_size` ranks the
+shard holds `ceil(rows / world_size)` rows at `offset`, zero padded: dim-0 chunks, as `torch.chunk` and DTensor's
+`Shard(0)` cut them. With `world_size` 1 the shard holds the whole parameter and nothing needs to be gathered.
+
+What the front end emits, differentiable, one of each per read of a parameter:
+
+    unshard(shard, ...)               the full parameter
+    reduce_gradient(gradients, ...)   the shard's gradient from full gradients of some of its parameters
+
+What the passes turn that into. The packed form of a gather or a reduction sends one buffer, with copies on one side; the
+grouped form sends one message per parameter in one call, and needs none:
+
+    all_gather(shard), all_gather_grouped(shard)      pending; all ranks' shards, one after another
+    wait(pending)                                     the buffer, ready
+    copy_out(gathered, ...), view_out(gathered, ...)  one full parameter, as a new tensor or as a view
+    free(full)                                        the end of the life of a gathered buffer or a full parameter
+    pack(gradients, ...)                              full gradients in the layout that reduce_scatter reads
+    reduce_scatter(packed), reduce_scatter_grouped(gradients), all_reduce(gradient)
+                                                      pending; the shard's gradient
+
+The operators have fake implementations (shapes); `unshard` and `reduce_gradient` also run, by the kernels in
+`fsdp_compile.runtime`. The others never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+LIBRARY = torch.library.Library("fsdp", "DEF")
+
+_SHARD_GROUP = "int world_size, str group"
+_GRADIENTS = "Tensor[] gradients, str bucket, str[] parameters, int[] offsets, int numel"
+_PARAMETER = "str parameter, int offset, int[] shape, int world_size"
+
+for _schema in (
+    f"unshard(Tensor shard, str bucket, {_PARAMETER}, str group, int replicas, str replica_group, str reduction) -> Tensor",
+    f"reduce_gradient({_GRADIENTS}, {_SHARD_GROUP}, int replicas, str replica_group, str reduction) -> Tensor",
+    f"all_gather(Tensor shard, str bucket, {_SHARD_GROUP}) -> Tensor",
+    f"all_gather_grouped(Tensor shard, str bucket, {_SHARD_GROUP}) -> Tensor",
+    "wait(Tensor pending) -> Tensor",
+    f"copy_out(Tensor gathered, {_PARAMETER}) -> Tensor",
+    f"view_out(Tensor(a) gathered, {_PARAMETER}) -> Tensor(a)",
+    "free(Tensor full) -> ()",
+    f"pack({_GRADIENTS}, int world_size) -> Tensor",
+    f"reduce_scatter(Tensor packed, str bucket, {_SHARD_GROUP}, str reduction) -> Tensor",
+    f"reduce_scatter_grouped({_GRADIENTS}, {_SHARD_GROUP}, str reduction) -> Tensor",
+    f"all_reduce(Tensor gradient, str bucket, {_SHARD_GROUP}, str reduction) -> Tensor",
+):
+    LIBRARY.define(_schema)
+
+UNSHARD = torch.ops.fsdp.unshard.default
+REDUCE_GRADIENT = torch.ops.fsdp.reduce_gradient.default
+ALL_GATHER = torch.ops.fsdp.all_gather.default
+ALL_GATHER_GROUPED = torch.ops.fsdp.all_gather_grouped.default
+WAIT = torch.ops.fsdp.wait.default
+COPY_OUT = torch.ops.fsdp.copy_out.default
+VIEW_OUT = torch.ops.fsdp.view_out.default
+FREE = torch.ops.fsdp.free.default
+PACK = torch.ops.fsdp.pack.default
+REDUCE_SCATTER = torch.ops.fsdp.reduce_scatter.default
+REDUCE_SCATTER_GROUPED = torch.ops.fsdp.reduce_scatter_grouped.default
+ALL_REDUCE = torch.ops.fsdp.all_reduce.default
+
+torch.fx.node.has_side_effect(FREE)
+
+# ---------------------------------------------------------------------------------------------------------------
+# The layout of a shard, in elements
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def shard_rows(shape: Sequence[int], world_size: int) -> int:
+    """Rows of a parameter of this shape that every rank's shard has room for."""
+    return -(-shape[0] // world_size) if len(shape) else 1
+
+
+def shard_numel(shape: Sequence[int], world_size: int) -> int:
+    """Elements of a rank's shard that a parameter of this shape takes, padding of its last rows included."""
+    return shard_rows(shape, world_size) * math.prod(shape[1:])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Shapes
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _fake(name: str) -> Any:
+    return torch.library.register_fake(f"fsdp::{name}", lib=LIBRARY)
+
+
+@_fake("unshard")
+def _(shard: torch.Tensor, bucket: str, parameter: str, offset: int, shape: list[int], *_: Any) -> torch.Tensor:
+    return shard.new_empty(shape)
+
+
+@_fake("reduce_gradient")
+def _(gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, *_: Any) -> Any:
+    return gradients[0].new_empty(numel)
+
+
+@_fake("all_gather")
+def _(shard: torch.Tensor, bucket: str, world_size: int, group: str) -> torch.Tensor:
+    return shard.new_empty(shard.numel() * world_size)
+
+
+@_fake("all_gather_grouped")
+def _(shard: torch.Tensor, bucket: str, world_size: int, group: str) -> torch.Tensor:
+    return shard.new_empty(shard.numel() * world_size)
+
+
+@_fake("wait")
+def _(pending: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(pending)
+
+
+@_fake("copy_out")
+def _(gathered: torch.Tensor, parameter: str, offset: int, shape: list[int], world_size: int) -> torch.Tensor:
+    return gathered.new_empty(shape)
+
+
+@_fake("view_out")
+def _(gathered: torch.Tensor, parameter: str, offset: int, shape: list[int], world_size: int) -> torch.Tensor:
+    return gathered[: math.prod(shape)].view(shape)
+
+
+@_fake("free")
+def _(full: torch.Tensor) -> None:
+    return None
+
+
+@_fake("pack")
+def _(gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, world_size: int) -> Any:
+    return gradients[0].new_empty(numel * world_size)
+
+
+@_fake("reduce_scatter")
+def _(packed: torch.Tensor, bucket: str, world_size: int, group: str, reduction: str) -> torch.Tensor:
+    return packed.new_empty(packed.numel() // world_size)
+
+
+@_fake("reduce_scatter_grouped")
+def _(gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, *_: Any) -> Any:
+    return gradients[0].new_empty(numel)
+
+
+@_fake("all_reduce")
+def _(gradient: torch.Tensor, bucket: str, world_size: int, group: str, reduction: str) -> torch.Tensor:
+    return torch.empty_like(gradient)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Reading graphs
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def argument(node: torch.fx.Node, name: str) -> Any:
+    """The argument `name` of a call of one of our operators, which are always called with positional arguments."""
+    for index, formal in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if formal.name == name:
+            return node.args[index]
+    raise KeyError(f"{node.target} has no argument {name}")
+
+
+def is_call(node: torch.fx.Node, *targets: Any) -> bool:
+    return node.op == "call_function" and node.target in targets
+
+
+def is_all_gather(node: torch.fx.Node) -> bool:
+    return is_call(node, ALL_GATHER, ALL_GATHER_GROUPED)
+
+
+def is_reduction(node: torch.fx.Node) -> bool:
+    return is_call(node, REDUCE_SCATTER, REDUCE_SCATTER_GROUPED, ALL_REDUCE)
+
+
+def is_collective(node: torch.fx.Node) -> bool:
+    return is_all_gather(node) or is_reduction(node)
+
+
+def is_parameter_out(node: torch.fx.Node) -> bool:
+    return is_call(node, COPY_OUT, VIEW_OUT)
+
+
+def unit_of_bucket(bucket: str) -> str:
+    """The unit a bucket belongs to: `layers.0/bf16.frozen` is a bucket of the unit `layers.0`."""
+    return bucket.partition("/")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class FullParameter:
+    """Marks a backward input that is a full parameter kept from the forward instead of being gathered again."""
+
+    parameter: str
+    bucket: str
+
+
+def kept_parameter(node: torch.fx.Node) -> FullParameter | None:
+    """What `keep_parameter` noted on a graph input, or None."""
+    return node.meta.get("fsdp_full_parameter")
+
+
+def keep_parameter(node: torch.fx.Node, parameter: FullParameter) -> None:
+    """Note that this graph input is a full parameter."""
+    node.meta["fsdp_full_parameter"] = parameter
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Writing graphs
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def call(graph: torch.fx.Graph, target: Any, *args: Any, like: torch.fx.Node | None = None) -> torch.fx.Node:
+    """Insert a call at the graph's insertion point, with `meta["val"]` computed from its arguments' values.
+
+    The call takes over the other metadata of `like`: the source line and the partitioner's tags.
+    """
+    node = graph.call_function(target, args)
+    node.meta = {} if like is None else dict(like.meta)
+    node.meta.pop("tensor_meta", None)
+    node.meta["val"] = target(*torch.fx.map_arg(args, lambda argument: argument.meta["val"]))
+    return node

@@ -1,0 +1,248 @@
+"""Partition the joint graph into forward and backward so that what is saved between them is shards and activations.
+
+    Before   joint:    w = unshard(shard); y = mm(x, t(w)); ...; dx = mm(dy, w)
+    After    forward:  w = unshard(shard); y = mm(x, t(w)); return y, shard
+             backward: w = unshard(shard); dx = mm(dy, w)
+    Needs    one unshard per parameter (merge_unshards)
+    Keeps    what the min-cut partitioner decides for the unsharded program, activation checkpointing included
+    Cost     that of the partitioner
+
+The partitioner sees the full parameters as if they were inputs of the graph, exactly as in the unsharded program. With
+the gathers in view it would save gathered parameters, since they look expensive to compute again. Afterwards each side
+regains its own `unshard`. Values that the partitioner saved although they follow from parameters alone (a transposed
+weight looks free to it, a weight cast to bf16 looks cheap) are computed again in the backward, for the same reason.
+
+A unit that is not resharded after the forward is the exception: its full parameters are saved. Where `reshard` does not say
+otherwise, that is the unit which the forward uses last and the backward needs first: freeing it would buy nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch.fx
+from functorch.compile import min_cut_rematerialization_partition
+
+from . import analysis, ops
+from .errors import pass_error
+
+_PREFIX = "primals_unsharded_"  # the partitioner takes inputs by name: `primals` are the forward's
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionJoint:
+    """`reshard` maps names of units to whether they are resharded after the forward; see the module's text."""
+
+    reshard: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+
+    def __call__(
+        self, joint: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int] = ()
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        """Forward and backward of `joint`, whose first `num_fwd_outputs` outputs are the forward's.
+
+        `static_inputs` are the positions of the inputs that live as long as the model: the partitioner saves them free.
+        """
+        unshards = _present_as_inputs(joint.graph)
+        static = [*static_inputs, *_positions_of_primals(joint.graph, unshards)]
+        forward, backward = min_cut_rematerialization_partition(
+            joint, [], num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
+        )
+        if unshards:
+            crossing = Crossing.of(forward, backward, num_fwd_outputs, unshards)
+            kept = kept_buckets(crossing, self.reshard)
+            _reshard(crossing, kept)
+        return forward, backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Unshard:
+    """An erased unshard: the name of the graph input that it read, and its other arguments."""
+
+    shard: str
+    arguments: tuple[Any, ...]
+    bucket: str
+    parameter: str
+    world_size: int
+
+    @classmethod
+    def of(cls, node: torch.fx.Node) -> Unshard:
+        bucket, parameter, world_size = (ops.argument(node, name) for name in ("bucket", "parameter", "world_size"))
+        return cls(ops.argument(node, "shard").name, node.args[1:], bucket, parameter, world_size)
+
+
+def _present_as_inputs(graph: torch.fx.Graph) -> dict[str, Unshard]:
+    """Replace every unshard by a new input; returns the unshards by the name of that input."""
+    unshard_of_input = {}
+    anchor = [node for node in analysis.inputs(graph) if "primals" in str(node.target)][-1:]
+    for node in [node for node in graph.nodes if ops.is_call(node, ops.UNSHARD)]:
+        with graph.inserting_after(anchor[0]):
+            full = graph.placeholder(f"{_PREFIX}{len(unshard_of_input)}")
+        full.meta = {**ops.argument(node, "shard").meta, "val": node.meta["val"]}
+        full.meta.pop("tensor_meta", None)
+        node.replace_all_uses_with(full)
+        unshard_of_input[full.name] = Unshard.of(node)
+        anchor = [full]
+        graph.erase_node(node)
+    return unshard_of_input
+
+
+def _positions_of_primals(graph: torch.fx.Graph, names: Collection[str]) -> list[int]:
+    primals = [node for node in analysis.inputs(graph) if "primals" in str(node.target)]
+    return [index for index, node in enumerate(primals) if node.name in names]
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """What goes from the forward to the backward, with the full parameters still inputs of the forward.
+
+    Attributes:
+        unshard_of_input: for each full parameter among the forward's inputs, the erased unshard that it stands for.
+        input_of_saved: for each value that the forward saves, the backward's input that receives it.
+        from_parameters: the forward's nodes that follow from full parameters alone.
+    """
+
+    forward: torch.fx.GraphModule
+    backward: torch.fx.GraphModule
+    num_fwd_outputs: int
+    unshard_of_input: Mapping[torch.fx.Node, Unshard]
+    input_of_saved: Mapping[torch.fx.Node, torch.fx.Node]
+    from_parameters: set[torch.fx.Node]
+
+    @classmethod
+    def of(
+        cls,
+        forward: torch.fx.GraphModule,
+        backward: torch.fx.GraphModule,
+        num_fwd_outputs: int,
+        unshards: Mapping[str, Unshard],
+    ) -> Crossing:
+        inputs_of_forward = analysis.inputs(forward.graph)
+        unshard_of_input = {node: unshards[node.name] for node in inputs_of_forward if node.name in unshards}
+        input_of_name = {node.name: node for node in analysis.inputs(backward.graph)}
+        input_of_saved = {}
+        for saved in analysis.outputs(forward.graph)[num_fwd_outputs:]:
+            if saved.name not in input_of_name:
+                raise pass_error(f"the partitioner saved {saved.name}, which the backward does not take", saved)
+            input_of_saved[saved] = input_of_name[saved.name]
+        from_parameters = analysis.parameter_only(forward.graph, set(unshard_of_input))
+        return cls(forward, backward, num_fwd_outputs, unshard_of_input, input_of_saved, from_parameters)
+
+    def saved_from_parameters(self) -> list[torch.fx.Node]:
+        return [node for node in self.input_of_saved if node in self.from_parameters]
+
+    def roots(self, node: torch.fx.Node) -> list[torch.fx.Node]:
+        """The full parameters that `node`, one of `from_parameters`, follows from."""
+        if node in self.unshard_of_input:
+            return [node]
+        found = dict.fromkeys(root for source in node.all_input_nodes for root in self.roots(source))
+        return list(found)
+
+
+def kept_buckets(crossing: Crossing, reshard: Mapping[str, bool]) -> set[str]:
+    """The buckets whose full parameters the forward saves for the backward."""
+    needed = {root for saved in crossing.saved_from_parameters() for root in crossing.roots(saved)}
+    gathered = {
+        root: unshard.bucket
+        for root, unshard in crossing.unshard_of_input.items()
+        if root in needed and unshard.world_size > 1
+    }
+    last_unit = _last_unit(crossing.forward.graph, gathered)
+    kept = set()
+    for bucket in gathered.values():
+        unit = ops.unit_of_bucket(bucket)
+        if not reshard.get(unit, unit != last_unit):
+            kept.add(bucket)
+    return kept
+
+
+def _last_unit(graph: torch.fx.Graph, bucket_of_parameter: Mapping[torch.fx.Node, str]) -> str | None:
+    """The unit whose parameters are computed with last."""
+    if not bucket_of_parameter:
+        return None
+    position = analysis.positions(graph)
+
+    def last_compute(parameter: torch.fx.Node) -> int:
+        users = {user for alias in analysis.aliases(parameter) for user in alias.users if user.op != "output"}
+        return max((position[user] for user in users), default=-1)
+
+    return ops.unit_of_bucket(bucket_of_parameter[max(bucket_of_parameter, key=last_compute)])
+
+
+def _reshard(crossing: Crossing, kept: set[str]) -> None:
+    """Give each side its own unshards, and save shards and kept parameters in place of what follows from them."""
+    forward, backward = crossing.forward.graph, crossing.backward.graph
+    removed = crossing.saved_from_parameters()
+    roots = dict.fromkeys(root for saved in removed for root in crossing.roots(saved))
+    anchor = _first_saved_tensor(backward)
+    newly_saved: dict[torch.fx.Node, torch.fx.Node] = {}  # by the forward's node: the backward's input
+    regained: dict[torch.fx.Node, torch.fx.Node] = {}  # by the forward's node: the backward's
+    shard_of_name = {node.name: node for node in analysis.inputs(forward)}
+
+    def save(node: torch.fx.Node) -> torch.fx.Node:
+        if node not in newly_saved:
+            with backward.inserting_before(anchor):
+                newly_saved[node] = backward.placeholder(node.name)
+            newly_saved[node].meta = dict(node.meta)
+        return newly_saved[node]
+
+    first_compute = next(node for node in backward.nodes if node.op != "placeholder")
+    for root in roots:
+        unshard = crossing.unshard_of_input[root]
+        if unshard.bucket in kept:
+            regained[root] = save(root)
+            ops.keep_parameter(regained[root], ops.FullParameter(unshard.parameter, unshard.bucket))
+        else:
+            shard = save(shard_of_name[unshard.shard])
+            with backward.inserting_before(first_compute):
+                regained[root] = ops.call(backward, ops.UNSHARD, shard, *unshard.arguments)
+    with backward.inserting_before(first_compute):
+        for saved in removed:
+            crossing.input_of_saved[saved].replace_all_uses_with(_recompute(backward, saved, regained))
+    for saved in removed:
+        backward.erase_node(crossing.input_of_saved[saved])
+    _save_instead(crossing, removed, list(newly_saved))
+    _regain_unshards(forward, crossing.unshard_of_input, shard_of_name)
+
+
+def _first_saved_tensor(backward: torch.fx.Graph) -> torch.fx.Node:
+    """Saved sizes (SymInts) come first among the backward's inputs; saved tensors begin here."""
+    return next(node for node in analysis.inputs(backward) if isinstance(node.meta["val"], torch.Tensor))
+
+
+def _recompute(
+    graph: torch.fx.Graph, node: torch.fx.Node, regained: dict[torch.fx.Node, torch.fx.Node]
+) -> torch.fx.Node:
+    """A copy of `node` and of all that it follows from, on top of `regained`."""
+    if node not in regained:
+        for source in node.all_input_nodes:
+            _recompute(graph, source, regained)
+        regained[node] = graph.node_copy(node, regained.__getitem__)
+    return regained[node]
+
+
+def _save_instead(crossing: Crossing, removed: list[torch.fx.Node], added: list[torch.fx.Node]) -> None:
+    output = crossing.forward.graph.output_node()
+    values = analysis.outputs(crossing.forward.graph)
+    num = crossing.num_fwd_outputs
+    output.args = ((*values[:num], *added, *(value for value in values[num:] if value not in removed)),)
+    if "desc" in output.meta:  # AOTAutograd's description of each output
+        described = list(output.meta["desc"])
+        saved = described[num:]
+        num_saved = len(output.args[0]) - num  # type: ignore[arg-type]
+        output.meta["desc"] = described[:num] + [saved[min(i, len(saved) - 1)] for i in range(num_saved)]
+
+
+def _regain_unshards(
+    graph: torch.fx.Graph,
+    unshard_of_input: Mapping[torch.fx.Node, Unshard],
+    shard_of_name: Mapping[str, torch.fx.Node],
+) -> None:
+    first_compute = next(node for node in graph.nodes if node.op != "placeholder")
+    for full, unshard in unshard_of_input.items():
+        with graph.inserting_before(first_compute):
+            shard = shard_of_name[unshard.shard]
+            full.replace_all_uses_with(ops.call(graph, ops.UNSHARD, shard, *unshard.arguments))
+        graph.erase_node(full)
+    graph.eliminate_dead_code()

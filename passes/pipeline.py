@@ -1,0 +1,130 @@
+"""The pipeline is a value: the passes in order, one loop that runs them, one hook that observes them.
+
+    joint graph          merge_unshards, merge_gradients, partition_joint
+    forward, backward    insert_all_gather, insert_reduce_scatter, insert_free, prefetch_all_gather,
+                         delay_reduce_scatter_wait, lower_collectives
+
+A graph without a backward (no_grad, inference) runs through the first pass and the second row.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch.fx
+
+from .delay_reduce_scatter_wait import DelayReduceScatterWait
+from .errors import PassError, VerifyError
+from .insert_all_gather import InsertAllGather
+from .insert_free import InsertFree
+from .insert_reduce_scatter import InsertReduceScatter
+from .lower_collectives import LowerCollectives
+from .merge_gradients import MergeGradients
+from .merge_unshards import MergeUnshards
+from .partition_joint import PartitionJoint
+from .prefetch_all_gather import PrefetchAllGather
+from .verifier import Signature, verify, verify_crossing, verify_lowered
+
+
+class Pass(Protocol):
+    """A frozen dataclass whose fields are its options; the call rewrites the graph in place."""
+
+    def __call__(self, gm: torch.fx.GraphModule) -> None: ...
+
+
+Observer = Callable[[str, object, torch.fx.GraphModule], None]
+"""Called after every pass with "joint", "forward" or "backward", the pass, and the graph it left."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One finished graph: `scheduled` in our dialect, and `lowered`, which the compiler takes."""
+
+    scheduled: torch.fx.GraphModule
+    lowered: torch.fx.GraphModule
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """The passes of a compilation; build one with `Pipeline.of`."""
+
+    joint: tuple[Pass, ...]
+    partition: PartitionJoint
+    forward: tuple[Pass, ...]
+    backward: tuple[Pass, ...]
+    observer: Observer | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        reshard: Mapping[str, bool] | None = None,
+        forward_prefetch: int = 1,
+        backward_prefetch: int = 1,
+        grouped: bool = False,
+        observer: Observer | None = None,
+    ) -> Pipeline:
+        """The passes with these options; `PartitionJoint`, `PrefetchAllGather` and `InsertAllGather` explain them."""
+
+        def side(distance: int) -> tuple[Pass, ...]:
+            return (
+                InsertAllGather(grouped),
+                InsertReduceScatter(grouped),
+                InsertFree(),
+                PrefetchAllGather(distance),
+                DelayReduceScatterWait(min(distance, 1)),
+            )
+
+        return cls(
+            joint=(MergeUnshards(), MergeGradients()),
+            partition=PartitionJoint(dict(reshard or {})),
+            forward=side(forward_prefetch),
+            backward=side(backward_prefetch),
+            observer=observer,
+        )
+
+    def rewrite_joint(
+        self, joint: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
+    ) -> tuple[Side, Side]:
+        """Forward and backward of a joint graph; `PartitionJoint` explains the arguments."""
+        for step in self.joint:
+            self._run("joint", step, joint)
+        forward, backward = self.partition(joint, num_fwd_outputs, static_inputs)
+        verify_crossing(forward, backward, num_fwd_outputs)
+        for name, gm in (("forward", forward), ("backward", backward)):
+            self._observe(name, self.partition, gm)
+        return self._finish("forward", self.forward, forward), self._finish("backward", self.backward, backward)
+
+    def rewrite_inference(self, gm: torch.fx.GraphModule) -> Side:
+        """The graph of a call that needs no gradients."""
+        self._run("forward", self.joint[0], gm)
+        return self._finish("forward", self.forward, gm)
+
+    def _finish(self, name: str, steps: tuple[Pass, ...], gm: torch.fx.GraphModule) -> Side:
+        for step in steps:
+            self._run(name, step, gm)
+        verify(gm, freed=True)
+        signature = Signature.of(gm)
+        scheduled = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        LowerCollectives()(gm)
+        verify_lowered(gm, signature=signature)
+        self._observe(name, LowerCollectives(), gm)
+        gm.recompile()
+        return Side(scheduled, gm)
+
+    def _run(self, name: str, step: Pass, gm: torch.fx.GraphModule) -> None:
+        signature = Signature.of(gm)
+        try:
+            step(gm)
+            verify(gm, signature=signature)
+        except (PassError, VerifyError) as e:
+            e.add_note(f"while running {step} on the {name} graph")
+            raise
+        self._observe(name, step, gm)
+
+    def _observe(self, name: str, step: object, gm: torch.fx.GraphModule) -> None:
+        if self.observer is not None:
+            self.observer(name, step, gm)

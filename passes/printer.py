@@ -1,0 +1,196 @@
+"""Print graphs and schedules. The text is the language of the tests: it depends on the graph alone.
+
+    forward(layers.0: f32[96], x: f32[4,8])
+      layers.0.pending: f32[192] = fsdp.all_gather(layers.0)
+      layers.0.gathered: f32[192] = fsdp.wait(layers.0.pending)
+      layers.0.weight: f32[16,8] = fsdp.copy_out(layers.0.gathered, 0)
+      fsdp.free(layers.0.gathered)
+      ...
+
+Shards are named by their bucket, full parameters by their name in the model, everything else as in the graph. Shapes are
+what this rank holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+from . import analysis, insert_free, ops
+
+_DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+_SHOWN = {  # of the arguments of our operators, those that the names do not already tell
+    ops.UNSHARD: ("shard", "offset"),
+    ops.REDUCE_GRADIENT: ("gradients", "offsets"),
+    ops.ALL_GATHER: ("shard",),
+    ops.ALL_GATHER_GROUPED: ("shard",),
+    ops.WAIT: ("pending",),
+    ops.COPY_OUT: ("gathered", "offset"),
+    ops.VIEW_OUT: ("gathered", "offset"),
+    ops.FREE: ("full",),
+    ops.PACK: ("gradients", "offsets"),
+    ops.REDUCE_SCATTER: ("packed",),
+    ops.REDUCE_SCATTER_GROUPED: ("gradients", "offsets"),
+    ops.ALL_REDUCE: ("gradient",),
+}
+
+
+def print_graph(gm: torch.fx.GraphModule, title: str = "forward") -> str:
+    """The graph as text, one node a line."""
+    names = display_names(gm.graph)
+    inputs = ", ".join(f"{names[node]}{_type(node)}" for node in analysis.inputs(gm.graph))
+    lines = [f"{title}({inputs})"]
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            lines.append(f"  return {_argument(tuple(node.args[0]), names)}")
+        elif node.op != "placeholder":
+            lines.append(f"  {_line(node, names)}")
+    return "\n".join(lines)
+
+
+def display_names(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
+    """The printed name of every node; a name that is taken gets a number."""
+    taken: set[str] = set()
+    names = {}
+    for node in graph.nodes:
+        wanted = _wanted_name(node, names)
+        name, number = wanted, 1
+        while name in taken:
+            number += 1
+            name = f"{wanted}#{number}"
+        taken.add(name)
+        names[node] = name
+    return names
+
+
+def _wanted_name(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
+    if kept := ops.kept_parameter(node):
+        return kept.parameter
+    if ops.is_call(node, ops.UNSHARD, ops.COPY_OUT, ops.VIEW_OUT):
+        return str(ops.argument(node, "parameter"))
+    if ops.is_call(node, ops.PACK):
+        return f"{ops.argument(node, 'bucket')}.packed"
+    if ops.is_call(node, ops.REDUCE_GRADIENT):
+        return f"{ops.argument(node, 'bucket')}.grad"
+    if ops.is_collective(node):
+        part = "pending" if ops.is_all_gather(node) else "grad.pending"
+        return f"{ops.argument(node, 'bucket')}.{part}"
+    if ops.is_call(node, ops.WAIT):
+        collective: Any = node.args[0]
+        part = "gathered" if ops.is_all_gather(collective) else "grad"
+        return f"{ops.argument(collective, 'bucket')}.{part}"
+    if node.op == "placeholder":
+        return _bucket_of_input(node) or node.name
+    return node.name
+
+
+def _bucket_of_input(node: torch.fx.Node) -> str | None:
+    for user in node.users:
+        if ops.is_call(user, ops.UNSHARD) or ops.is_all_gather(user):
+            return str(ops.argument(user, "bucket"))
+    return None
+
+
+def _line(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
+    if node.target in _SHOWN:
+        shown = [ops.argument(node, name) for name in _SHOWN[node.target]]  # type: ignore[index]
+    else:
+        shown = list(node.args)
+    arguments = [_argument(value, names) for value in shown]
+    arguments += [f"{name}={_argument(value, names)}" for name, value in node.kwargs.items()]
+    call = f"{_target(node)}({', '.join(arguments)})"
+    return call if ops.is_call(node, ops.FREE) else f"{names[node]}{_type(node)} = {call}"
+
+
+def _target(node: torch.fx.Node) -> str:
+    if node.op == "get_attr":
+        return f"get_attr[{node.target}]"
+    if isinstance(node.target, torch._ops.OpOverload):
+        name = f"{node.target.namespace}.{node.target._schema.name.partition('::')[2]}"
+        overload = node.target._overloadname
+        return name.removeprefix("aten.") + ("" if overload in ("default", "Tensor") else f".{overload}")
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _type(node: torch.fx.Node) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ""
+    dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+    return f": {dtype}[{','.join(map(str, value.shape))}]"
+
+
+def _argument(value: Any, names: dict[torch.fx.Node, str]) -> str:
+    if isinstance(value, torch.fx.Node):
+        return names[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_argument(item, names) for item in value)}]"
+    if isinstance(value, torch.dtype):
+        return _DTYPES.get(value, str(value))
+    return str(value)
+
+
+def num_bytes(node: torch.fx.Node) -> int | torch.SymInt:
+    """Bytes of the tensor that `node` returns."""
+    value = node.meta["val"]
+    return value.numel() * value.element_size()  # type: ignore[no-any-return]
+
+
+def print_schedule(gm: torch.fx.GraphModule, title: str = "forward") -> str:
+    """Compute on the left, communication on the right, at the margin the bytes of full buffers alive after each line.
+
+    A buffer counts from the start of its gather (or its copy) to its free; packed gradients from `pack` to their wait.
+    """
+    names = display_names(gm.graph)
+    buffers = set(insert_free.full_buffers(gm.graph))
+    alive: dict[torch.fx.Node, Any] = {node: num_bytes(node) for node in gm.graph.nodes if ops.kept_parameter(node)}
+    lines = [title]
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or (analysis.is_alias(node) and not ops.is_call(node, ops.WAIT)):
+            continue
+        if ops.is_all_gather(node) or ops.is_call(node, ops.PACK) or (node in buffers and not ops.is_call(node, ops.WAIT)):
+            alive[node] = num_bytes(node)
+        for ended in _ended_by(node):
+            alive.pop(ended, None)
+        right = _communication(node, names)
+        left = "" if right else _target(node).removeprefix("fsdp.") + _suffix(node, names)
+        lines.append(f"  {left:<28}{right:<40}{sum(alive.values())}")
+    return "\n".join(lines)
+
+
+def _communication(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
+    if ops.is_collective(node):
+        return f"{_target(node).removeprefix('fsdp.')} {ops.argument(node, 'bucket')}"
+    if ops.is_call(node, ops.WAIT):
+        return f"wait {names[node]}"
+    if ops.is_call(node, ops.FREE):
+        return f"free {names[node.args[0]]}"  # type: ignore[index]
+    return ""
+
+
+def _suffix(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
+    return f" {names[node]}" if ops.is_call(node, ops.COPY_OUT, ops.PACK) else ""
+
+
+def _ended_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The buffers (by the node that began them) whose life this node ends."""
+    source: Any = node.args[0] if node.args else None
+    if ops.is_call(node, ops.FREE):
+        return [source.args[0] if ops.is_call(source, ops.WAIT) else source]
+    if ops.is_call(node, ops.WAIT) and ops.is_reduction(source):
+        return [found for found in source.all_input_nodes if ops.is_call(found, ops.PACK)]
+    return []

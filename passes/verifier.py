@@ -1,0 +1,164 @@
+"""The verifier. Its lists of invariants are the definition of a well-formed graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.fx
+
+from . import analysis, insert_free, ops
+from .errors import VerifyError, excerpt
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What a pass must not change: the values that go in and come out, by shape and dtype."""
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, gm: torch.fx.GraphModule) -> Signature:
+        return cls(
+            tuple(_describe(node) for node in analysis.inputs(gm.graph)),
+            tuple(_describe(value) for value in analysis.outputs(gm.graph)),
+        )
+
+
+def _describe(value: Any) -> Any:
+    found = value.meta.get("val") if isinstance(value, torch.fx.Node) else value
+    return (found.dtype, tuple(found.shape)) if isinstance(found, torch.Tensor) else type(found)
+
+
+def verify(gm: torch.fx.GraphModule, *, signature: Signature | None = None, freed: bool = False) -> None:
+    """Raise `VerifyError` unless
+
+    1. the graph is well formed (`Graph.lint`): values are defined before they are used;
+    2. every call that returns a tensor has `meta["val"]`;
+    3. inputs and outputs agree with `signature`, where one is given;
+    4. every collective is waited for once, and nothing else reads its result;
+    5. collectives of a kind are waited for in the order in which they start;
+    6. nothing reads a full buffer, or a view of one, after its free, and it is freed once;
+    7. with `freed`: every full buffer that the graph does not return is freed, right after its last use;
+    8. a reduction returns a gradient of its shard's size.
+    """
+    _lint(gm.graph)
+    for check in (_values, _waits, _wait_order, _frees, _gradients):
+        check(gm.graph)
+    if signature is not None and Signature.of(gm) != signature:
+        raise VerifyError(f"inputs or outputs changed from {signature} to {Signature.of(gm)}")
+    if freed:
+        _all_freed(gm.graph)
+
+
+def verify_lowered(gm: torch.fx.GraphModule, *, signature: Signature | None = None) -> None:
+    """Raise `VerifyError` unless 1 to 3 of `verify` hold and no operator of the dialect is left."""
+    _lint(gm.graph)
+    _values(gm.graph)
+    for node in gm.graph.nodes:
+        _require(getattr(node.target, "namespace", "") != "fsdp", "is left after lowering", node)
+    if signature is not None and Signature.of(gm) != signature:
+        raise VerifyError(f"inputs or outputs changed from {signature} to {Signature.of(gm)}")
+
+
+def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Raise `VerifyError` unless
+
+    1. nothing that follows from full parameters alone is saved for the backward, but for parameters that are kept;
+    2. the forward saves as many values as the backward takes, tangents aside;
+    3. the gradient of a shard has the shard's size.
+    """
+    graph = forward.graph
+    kept = {marked.parameter for node in analysis.inputs(backward.graph) if (marked := ops.kept_parameter(node))}
+    unshards = {node for node in graph.nodes if ops.is_call(node, ops.UNSHARD)}
+    full = analysis.parameter_only(graph, unshards)
+    saved = analysis.outputs(graph)[num_fwd_outputs:]
+    for node in saved:
+        is_kept = ops.is_call(node, ops.UNSHARD) and ops.argument(node, "parameter") in kept
+        _require(node not in full or is_kept, "is full and saved for the backward, but not kept", node)
+    num_taken = len([node for node in analysis.inputs(backward.graph) if "tangents" not in str(node.target)])
+    if len(saved) != num_taken:
+        raise VerifyError(f"the forward saves {len(saved)} values, the backward takes {num_taken}")
+    shards = {ops.argument(node, "shard") for node in unshards}
+    for node, gradient in zip(analysis.inputs(graph), analysis.outputs(backward.graph)):
+        if node in shards and gradient is not None:
+            same = _describe(gradient) == _describe(node)
+            _require(same, f"has the gradient {_describe(gradient)}, which is not of its shape", node)
+
+
+def _require(condition: bool, message: str, node: torch.fx.Node) -> None:
+    if not condition:
+        raise VerifyError(f"{node} {message}\n{excerpt(node)}")
+
+
+def _lint(graph: torch.fx.Graph) -> None:
+    try:
+        graph.lint()
+    except RuntimeError as e:
+        raise VerifyError(f"the graph is not well formed: {e}") from e
+
+
+def _values(graph: torch.fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and not ops.is_call(node, ops.FREE):
+            _require("val" in node.meta, "has no value in its metadata", node)
+
+
+def _waits(graph: torch.fx.Graph) -> None:
+    for node in graph.nodes:
+        if ops.is_collective(node):
+            _require(len(node.users) == 1, f"needs one wait, and is read by {list(node.users)}", node)
+            user = next(iter(node.users))
+            _require(ops.is_call(user, ops.WAIT), f"is read by {user} without a wait", node)
+
+
+def _wait_order(graph: torch.fx.Graph) -> None:
+    position = analysis.positions(graph)
+    kinds: tuple[Callable[[torch.fx.Node], bool], ...] = (ops.is_all_gather, ops.is_reduction)
+    for is_kind in kinds:
+        last = -1
+        for node in filter(is_kind, graph.nodes):
+            wait = position[next(iter(node.users))]
+            _require(wait > last, "starts after a collective that is waited for later", node)
+            last = wait
+
+
+def _frees(graph: torch.fx.Graph) -> None:
+    position = analysis.positions(graph)
+    freed: set[Any] = set()
+    for node in graph.nodes:
+        if ops.is_call(node, ops.FREE):
+            buffer: Any = node.args[0]
+            _require(buffer not in freed, f"frees {buffer} a second time", node)
+            freed.add(buffer)
+            for alias in analysis.aliases(buffer):
+                for user in alias.users:
+                    early = user is node or position[user] < position[node]
+                    _require(early, f"frees {buffer}, which {user} still reads", node)
+
+
+def _all_freed(graph: torch.fx.Graph) -> None:
+    position = analysis.positions(graph)
+    for buffer in insert_free.full_buffers(graph):
+        end = analysis.last_use(buffer, position)
+        if end.op == "output":
+            continue
+        _require(ops.is_call(end, ops.FREE), "is not freed", buffer)
+        uses = _uses(buffer) - {end}
+        gap = [node for node in graph.nodes if max(map(position.get, uses)) < position[node] < position[end]]  # type: ignore[type-var]
+        _require(all(ops.is_call(node, ops.FREE) for node in gap), f"is freed late: {gap} come first", buffer)
+
+
+def _uses(buffer: torch.fx.Node) -> Collection[Any]:
+    aliases = analysis.aliases(buffer)
+    return {*aliases, *(user for alias in aliases for user in alias.users)}
+
+
+def _gradients(graph: torch.fx.Graph) -> None:
+    for node in graph.nodes:
+        if ops.is_call(node, ops.REDUCE_GRADIENT, ops.REDUCE_SCATTER_GROUPED):
+            numel, found = ops.argument(node, "numel"), node.meta["val"].numel()
+            _require(numel == found, f"returns {found} elements for a shard of {numel}", node)
