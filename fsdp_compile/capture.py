@@ -96,6 +96,9 @@ class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
         """For Inductor's cache of generated code, whose key contains the graphs that we return."""
         return "fsdp_compile"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.uuid(),)  # the key of that cache also pickles us, as a part of Inductor's configuration
+
 
 def received_gradients(backward: torch.fx.Graph) -> Received:
     """Which parameters the backward computes gradients for."""
