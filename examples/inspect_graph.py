@@ -52,7 +52,7 @@ SCHEDULE = """\
 The schedule
 ============
 The same order without the data: compute on the left, communication on the right, and in the margin how many
-bytes of gathered buffers are alive.
+bytes of full parameters and gradients are alive.
 """
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--lowering", default="auto", choices=["auto", "packed", "grouped"])
+    parser.add_argument("--lowering", default="packed", choices=["packed", "grouped"])
     parser.add_argument("--prefetch", type=int, default=1, help="how many gathers ahead, in both directions")
     options = parser.parse_args()
 
