@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from typing import Any
 
@@ -18,7 +17,7 @@ from .config import CompileConfig, ScheduleConfig, reduction_of, refuse_unsuppor
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .layout import Axis, check_parameters, lay_out
-from .reading import Read, Running, install_reads
+from .reading import off_meta, reading_copy
 from .runtime.groups import model_device, resolve_mesh
 from .sharding import (
     check_no_cached_parameters,
@@ -154,8 +153,9 @@ def rewrite(
 ) -> RewrittenGraphs:
     """The graphs that a rank of `world_size` would compile for `model(*args, **kwargs)`.
 
-    Nothing runs: no process group, no other process, no storage for what is gathered. Model and inputs may be on the meta
-    device. The model is not changed. Options are those of `fsdp_compile`; other keyword arguments go to the model.
+    Nothing runs: no process group, no other process, no memory is touched. Model and inputs may be on the meta device, and
+    are then traced as for the CPU. The model is not changed. Options are those of `fsdp_compile`; other keyword arguments
+    go to the model.
 
     Raises:
         ConfigError: as `fsdp_compile`.
@@ -173,16 +173,9 @@ def rewrite(
     schedule.check_globs(names)
     shards = Axis(world_size, "shard")
     layouts = lay_out(units, shards, Axis(1, ""), shards, reduction) if world_size > 1 else []
-    parameter_of_name = dict(model.named_parameters())
-    read_of_parameter = {}
-    for layout in layouts:
-        data = nn.Parameter(torch.empty(layout.numel, dtype=layout.dtype, device=layout.device), layout.requires_grad)
-        for slot in layout.slots:
-            read_of_parameter[parameter_of_name[slot.parameter]] = Read(data, layout.unshard_arguments(slot))
-    tensors = [*model.parameters(), *model.buffers()]
-    reading = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})  # modules anew, tensors shared
-    install_reads(reading, read_of_parameter, Running())
+    reading = reading_copy(model, layouts)
     grouped = collective_lowering == "grouped"
+    args, kwargs = off_meta((args, kwargs))
     return capture_only(reading, args, kwargs, pipeline_of(schedule, names, grouped=grouped))
 
 

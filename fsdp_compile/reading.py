@@ -7,14 +7,18 @@ operator makes the same read work where nothing is compiled.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_map_only
+
+from .layout import Layout
 
 
 @dataclasses.dataclass
@@ -51,6 +55,42 @@ def install_reads(model: nn.Module, read_of_parameter: Mapping[nn.Parameter, Rea
         if reads:
             vars(module).update(_fsdp_reads=reads, _fsdp_running=running)
             module.__class__ = _reading_class(type(module), tuple(reads))
+
+
+def reading_copy(model: nn.Module, layouts: Sequence[Layout]) -> nn.Module:
+    """The module tree anew, with the tensors of `model`, reading from shards of these layouts that are never touched.
+
+    Tensors on the meta device become CPU tensors, since tracing on the meta device differs from tracing on a real one; their
+    memory is never touched either.
+    """
+    is_read = {slot.parameter for layout in layouts for slot in layout.slots}
+    held = [parameter for name, parameter in model.named_parameters() if name not in is_read]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
+    memo |= {id(tensor): off_meta(tensor) for tensor in [*held, *model.buffers()]}
+    read_of_parameter = {}
+    parameter_of_name = dict(model.named_parameters())
+    for layout in layouts:
+        device = "cpu" if layout.device.type == "meta" else layout.device
+        data = nn.Parameter(torch.empty(layout.numel, dtype=layout.dtype, device=device), layout.requires_grad)
+        for slot in layout.slots:
+            read_of_parameter[parameter_of_name[slot.parameter]] = Read(data, layout.unshard_arguments(slot))
+    copied = copy.deepcopy(model, memo)
+    install_reads(copied, read_of_parameter, Running())
+    return copied
+
+
+def off_meta(tree: Any) -> Any:
+    """`tree` with every tensor on the meta device replaced by an uninitialised one on the CPU."""
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(data, tensor.requires_grad)
+        return data.requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, replace, tree)
 
 
 @functools.cache

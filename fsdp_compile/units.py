@@ -1,15 +1,15 @@
 """Units: which parameters are gathered together.
 
 A policy selects modules; each selected module is a unit that holds the parameters below it that no selected module
-further down holds. What no module claims is split into runs between the units, in order of definition, so that an embedding
-before the blocks and a head after them do not share a unit that would stay gathered for the whole step.
+further down holds. What no module claims is split into runs between the units, in order of definition, embeddings apart from the
+rest, so that an embedding and a head do not share a unit that would stay gathered for the whole step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,15 +19,26 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from .errors import ConfigError
 from .runtime.policies import run_policy
 
+_SMALL = 64  # a run with less than this fraction of the largest unit's elements is not gathered by itself
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together: (name in the model, parameter), tied ones once."""
+    """Parameters that are gathered together.
+
+    Attributes:
+        parameters: (name in the model, parameter), tied ones once.
+        is_run: whether no selected module claims them.
+    """
 
     name: str
-    parameters: tuple[tuple[str, nn.Parameter], ...]
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    is_run: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel() for _, parameter in self.parameters)
 
 
 def find_units(model: nn.Module, policy: Any) -> list[Unit]:
@@ -42,15 +53,51 @@ def find_units(model: nn.Module, policy: Any) -> list[Unit]:
     """
     selected = selected_modules(model, policy)
     name_of_selected = {name: module for name, module in model.named_modules() if module in selected}
-    units: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    run = _Run()
+    units: list[Unit] = []
+    claimed: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    run: list[tuple[str, nn.Parameter]] = []
+
+    def end_run() -> None:
+        if run:
+            units.append(Unit(_run_name(run), tuple(run), is_run=True))
+            run.clear()
+
     for name, parameter in model.named_parameters():  # yields tied parameters once
         owner = _owner(name, name_of_selected)
-        unit = run.unit_of(name, model) if owner is None else owner
-        if owner is not None:
-            run = _Run()
-        units.setdefault(unit, []).append((name, parameter))
-    return [Unit(name or "root", tuple(parameters)) for name, parameters in units.items()]
+        if owner is None:
+            if run and _is_embedding(name, model) != _is_embedding(run[-1][0], model):
+                end_run()
+            run.append((name, parameter))
+            continue
+        end_run()
+        if owner not in claimed:
+            claimed[owner] = []
+            units.append(Unit(owner or "root", claimed[owner]))
+        claimed[owner].append((name, parameter))
+    end_run()
+    return _without_small_runs(units) if policy == "auto" else units
+
+
+def _run_name(run: Sequence[tuple[str, nn.Parameter]]) -> str:
+    """The modules of a run, by the names of the first and the last."""
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name, _ in run))
+    return modules[0] if len(modules) == 1 else f"{modules[0]}+{modules[-1]}"
+
+
+def _is_embedding(parameter: str, model: nn.Module) -> bool:
+    return isinstance(model.get_submodule(parameter.rpartition(".")[0]), nn.Embedding)
+
+
+def _without_small_runs(units: list[Unit]) -> list[Unit]:
+    """Let a run that is too small to be worth a collective (a final norm, say) join the unit before it."""
+    largest = max((unit.numel for unit in units), default=0)
+    merged: list[Unit] = []
+    for unit in units:
+        if merged and unit.is_run and unit.numel * _SMALL < largest:
+            merged[-1] = dataclasses.replace(merged[-1], parameters=(*merged[-1].parameters, *unit.parameters))
+        else:
+            merged.append(unit)
+    return merged
 
 
 def selected_modules(model: nn.Module, policy: Any) -> set[nn.Module]:
@@ -79,21 +126,6 @@ def _owner(parameter: str, selected: dict[str, nn.Module]) -> str | None:
             return None
         module = module.rpartition(".")[0]
     return module
-
-
-class _Run:
-    """Consecutive parameters that no unit claims: they form a unit, but embeddings keep to themselves."""
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.is_embedding = False
-
-    def unit_of(self, parameter: str, model: nn.Module) -> str:
-        module, _, own_name = parameter.rpartition(".")
-        is_embedding = isinstance(model.get_submodule(module), nn.Embedding)
-        if self.name is None or is_embedding != self.is_embedding:
-            self.name, self.is_embedding = module or own_name, is_embedding
-        return self.name
 
 
 def _repeated_blocks(model: nn.Module) -> set[nn.Module]:

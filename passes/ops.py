@@ -173,6 +173,10 @@ def is_call(node: torch.fx.Node, *targets: Any) -> bool:
     return node.op == "call_function" and node.target in targets
 
 
+def is_dialect(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fsdp"
+
+
 def is_all_gather(node: torch.fx.Node) -> bool:
     return is_call(node, ALL_GATHER, ALL_GATHER_GROUPED)
 

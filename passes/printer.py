@@ -13,6 +13,7 @@ what this rank holds.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -102,6 +103,8 @@ def _bucket_of_input(node: torch.fx.Node) -> str | None:
     for user in node.users:
         if ops.is_call(user, ops.UNSHARD) or ops.is_all_gather(user):
             return str(ops.argument(user, "bucket"))
+        if ops.is_call(user, ops.VIEW_OUT):
+            return f"{ops.argument(user, 'parameter')}.shard"
     return None
 
 
@@ -160,16 +163,23 @@ def print_schedule(gm: torch.fx.GraphModule, title: str = "forward") -> str:
     alive: dict[torch.fx.Node, Any] = {node: num_bytes(node) for node in gm.graph.nodes if ops.kept_parameter(node)}
     lines = [title]
     for node in gm.graph.nodes:
-        if node.op != "call_function" or (analysis.is_alias(node) and not ops.is_call(node, ops.WAIT)):
+        if not _is_scheduled(node):
             continue
         if ops.is_all_gather(node) or ops.is_call(node, ops.PACK) or (node in buffers and not ops.is_call(node, ops.WAIT)):
             alive[node] = num_bytes(node)
         for ended in _ended_by(node):
             alive.pop(ended, None)
-        right = _communication(node, names)
-        left = "" if right else _target(node).removeprefix("fsdp.") + _suffix(node, names)
-        lines.append(f"  {left:<28}{right:<40}{sum(alive.values())}")
+        communication = _communication(node, names)
+        text = f"{'':<26}{communication}" if communication else _compute(node, names)
+        lines.append(f"  {text:<66}{sum(alive.values())}")
     return "\n".join(lines)
+
+
+def _is_scheduled(node: torch.fx.Node) -> bool:
+    """Whether the node takes time or holds memory: views and parts of a result do not."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return ops.is_call(node, ops.WAIT) or not analysis.is_alias(node)
 
 
 def _communication(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
@@ -182,8 +192,9 @@ def _communication(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     return ""
 
 
-def _suffix(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
-    return f" {names[node]}" if ops.is_call(node, ops.COPY_OUT, ops.PACK) else ""
+def _compute(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
+    target = _target(node).removeprefix("fsdp.")
+    return f"{target} {names[node]}" if ops.is_call(node, ops.COPY_OUT, ops.PACK) else target
 
 
 def _ended_by(node: torch.fx.Node) -> list[torch.fx.Node]:

@@ -37,7 +37,7 @@ def verify(gm: torch.fx.GraphModule, *, signature: Signature | None = None, free
     """Raise `VerifyError` unless
 
     1. the graph is well formed (`Graph.lint`): values are defined before they are used;
-    2. every call that returns a tensor has `meta["val"]`;
+    2. every operator of the dialect, and every value that it reads, has `meta["val"]`;
     3. inputs and outputs agree with `signature`, where one is given;
     4. every collective is waited for once, and nothing else reads its result;
     5. collectives of a kind are waited for in the order in which they start;
@@ -55,11 +55,10 @@ def verify(gm: torch.fx.GraphModule, *, signature: Signature | None = None, free
 
 
 def verify_lowered(gm: torch.fx.GraphModule, *, signature: Signature | None = None) -> None:
-    """Raise `VerifyError` unless 1 to 3 of `verify` hold and no operator of the dialect is left."""
+    """Raise `VerifyError` unless 1 and 3 of `verify` hold and no operator of the dialect is left."""
     _lint(gm.graph)
-    _values(gm.graph)
     for node in gm.graph.nodes:
-        _require(getattr(node.target, "namespace", "") != "fsdp", "is left after lowering", node)
+        _require(not ops.is_dialect(node), "is left after lowering", node)
     if signature is not None and Signature.of(gm) != signature:
         raise VerifyError(f"inputs or outputs changed from {signature} to {Signature.of(gm)}")
 
@@ -102,9 +101,9 @@ def _lint(graph: torch.fx.Graph) -> None:
 
 
 def _values(graph: torch.fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.op == "call_function" and not ops.is_call(node, ops.FREE):
-            _require("val" in node.meta, "has no value in its metadata", node)
+    for node in filter(ops.is_dialect, graph.nodes):
+        for value in (node, *node.all_input_nodes):
+            _require("val" in value.meta, "has no value in its metadata", value)
 
 
 def _waits(graph: torch.fx.Graph) -> None:
