@@ -65,8 +65,8 @@ def fsdp_compile(
             none; a map from globs over unit names to bool decides for the units it matches.
         backward_prefetch: "auto" (1), how many units ahead the backward gathers, or torch's BackwardPrefetch.
         forward_prefetch: "auto" (1), how many units ahead the forward gathers, or a bool.
-        collective_lowering: "packed" sends a bucket as one buffer, "grouped" as one message for each parameter in one call,
-            without copies; "auto" is grouped on NCCL and packed elsewhere.
+        collective_lowering: "packed" sends a bucket as one buffer, "grouped" as one message for each parameter in one
+            call, without copies; "auto" is grouped on NCCL and packed elsewhere.
         sync_module_states: give every rank the parameters and buffers of the first.
         gradient_reduction: "mean" or "sum" over the ranks.
         backend: "inductor", or "aot_eager" for the same graphs without code generation.
@@ -122,8 +122,8 @@ def shard(
 ) -> nn.Module:
     """Shard `model` in place, without compiling it: it runs in eager, one parameter gathered at a time.
 
-    `torch.compile(model, backend="fsdp")` compiles it to the graphs that `fsdp_compile` makes. The arguments are those of
-    `fsdp_compile`; the ones about the schedule take effect when the model is compiled.
+    `torch.compile(model, backend="fsdp")` compiles it to the graphs that `fsdp_compile` makes. The arguments are those
+    of `fsdp_compile`; the ones about the schedule take effect when the model is compiled.
     """
     schedule = ScheduleConfig.of(reshard_after_forward, forward_prefetch, backward_prefetch, collective_lowering)
     reduction = reduction_of(gradient_reduction)
@@ -153,9 +153,9 @@ def rewrite(
 ) -> RewrittenGraphs:
     """The graphs that a rank of `world_size` would compile for `model(*args, **kwargs)`.
 
-    Nothing runs: no process group, no other process, no memory is touched. Model and inputs may be on the meta device, and
-    are then traced as for the CPU. The model is not changed. Options are those of `fsdp_compile`; other keyword arguments
-    go to the model.
+    Nothing runs: no process group, no other process, no memory is touched. Model and inputs may be on the meta device,
+    and are then traced as for the CPU. The model is not changed. Options are those of `fsdp_compile`; other keyword
+    arguments go to the model.
 
     Raises:
         ConfigError: as `fsdp_compile`.

@@ -41,7 +41,7 @@ def fsdp(
 
 
 def backend_for(sharding: Sharding, config: CompileConfig) -> Callable[..., Compiled]:
-    """The backend that `fsdp_compile` gives to torch.compile; it knows its model, and records graphs without parameters."""
+    """The backend that `fsdp_compile` gives to torch.compile; it knows its model."""
 
     def fsdp(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         shardings = dict.fromkeys([sharding, *_shardings(example_inputs)])
@@ -88,4 +88,6 @@ def _common_pipeline(shardings: list[Sharding]) -> Pipeline:
 
 
 def _refuse(*_: Any) -> Any:
-    raise ConfigError('backend="fsdp" compiles sharded models, and this one is not: call fsdp_compile.shard(model) first')
+    raise ConfigError(
+        'backend="fsdp" compiles sharded models, and this one is not: call fsdp_compile.shard(model) first'
+    )

@@ -1,8 +1,8 @@
 """Capture: the only file that knows how AOTAutograd and Inductor are driven.
 
-`compile_fx` brings a Dynamo graph to a joint graph, runs Inductor's passes on it, and hands it to our partitioner, which
-runs the pipeline and returns forward and backward in schedule order; then it compiles each. Private torch API, as of
-torch 2.11 to 2.13: `compile_fx` and its `inner_compile` hook, `custom_partitioner_fn`, Inductor's configuration.
+`compile_fx` brings a Dynamo graph to a joint graph, runs Inductor's passes on it, and hands it to our partitioner,
+which runs the pipeline and returns forward and backward in schedule order; then it compiles each. Private torch API, as
+of torch 2.11 to 2.13: `compile_fx` and its `inner_compile` hook, `custom_partitioner_fn`, Inductor's configuration.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Capture:
             patches["fallback_random"] = True  # the random numbers of eager
         # A hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`.
         with torch._functorch.config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+            return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)  # type: ignore[return-value]
 
     def _noting(self, compiled: Callable[..., Any], received: Received) -> Callable[..., Any]:
         def run(arguments: list[Any]) -> Any:
@@ -76,7 +76,7 @@ class Capture:
         return run
 
 
-class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+class Partitioner(CustomPartitionerFn):
     """Where Inductor asks for a partition of the joint graph, the pipeline runs."""
 
     def __init__(self, capture: Capture) -> None:

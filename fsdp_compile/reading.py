@@ -1,7 +1,7 @@
 """Reading parameters: inside a forward, `module.weight` is the full tensor; elsewhere it is the sharded Parameter.
 
-Each module that owns parameters becomes an instance of a generated subclass of its class, with one property for each
-parameter. Dynamo traces the property to a single `fsdp::unshard` of the bucket's shard, a plain tensor; the kernel of that
+Each module that owns parameters becomes an instance of a generated subclass of its class, with a property for each
+parameter. Dynamo traces the property to one `fsdp::unshard` of the bucket's shard, a plain tensor; the kernel of that
 operator makes the same read work where nothing is compiled.
 """
 
@@ -54,14 +54,14 @@ def install_reads(model: nn.Module, read_of_parameter: Mapping[nn.Parameter, Rea
         }
         if reads:
             vars(module).update(_fsdp_reads=reads, _fsdp_running=running)
-            module.__class__ = _reading_class(type(module), tuple(reads))
+            module.__class__ = _reading_class(type(module), tuple(reads))  # type: ignore[arg-type]  # a class is hashable
 
 
 def reading_copy(model: nn.Module, layouts: Sequence[Layout]) -> nn.Module:
     """The module tree anew, with the tensors of `model`, reading from shards of these layouts that are never touched.
 
-    Tensors on the meta device become CPU tensors, since tracing on the meta device differs from tracing on a real one; their
-    memory is never touched either.
+    Tensors on the meta device become CPU tensors, whose memory is never touched either: tracing on the meta device
+    differs from tracing on a real one.
     """
     is_read = {slot.parameter for layout in layouts for slot in layout.slots}
     held = [parameter for name, parameter in model.named_parameters() if name not in is_read]
@@ -99,7 +99,9 @@ def _reading_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
     return generated_subclass(base, properties)
 
 
-def generated_subclass(base: type[nn.Module], namespace: Mapping[str, Any], mixin: type | None = None) -> type[nn.Module]:
+def generated_subclass(
+    base: type[nn.Module], namespace: Mapping[str, Any], mixin: type | None = None
+) -> type[nn.Module]:
     """A subclass, with the methods of `mixin` before those of `base`, that prints and documents itself as `base`."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     bases = (base,) if mixin is None else (mixin, base)

@@ -60,7 +60,7 @@ def pipeline_of(schedule: ScheduleConfig, units: list[str], *, grouped: bool) ->
 
 
 class ShardedModule:
-    """Mixed into the class of a sharded root module: a call of the root is what makes parameters read as full tensors."""
+    """Mixed into the class of a sharded root module: during its call, parameters read as full tensors."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding = sharding_of(self)  # type: ignore[arg-type]
@@ -103,15 +103,17 @@ def check_not_sharded(model: nn.Module) -> None:
 
 
 def check_no_cached_parameters(model: nn.Module) -> None:
-    """Raise ConfigError for modules that keep parameters in other attributes too, which would go on holding old ones."""
+    """Raise ConfigError for modules that keep parameters in other attributes, which would go on holding old ones."""
     parameters = set(model.parameters())
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             held = value if isinstance(value, (list, tuple)) else [value]
-            if attribute != "_parameters" and any(isinstance(item, nn.Parameter) and item in parameters for item in held):
+            if attribute != "_parameters" and any(
+                isinstance(item, nn.Parameter) and item in parameters for item in held
+            ):
                 raise ConfigError(
-                    f"{name or 'the model'} ({type(module).__name__}) also keeps parameters in its attribute {attribute!r}, "
-                    "which sharding cannot replace; such modules are not supported"
+                    f"{name or 'the model'} ({type(module).__name__}) also keeps parameters in its attribute "
+                    f"{attribute!r}, which sharding cannot replace; such modules are not supported"
                 )
 
 

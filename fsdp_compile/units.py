@@ -1,8 +1,8 @@
 """Units: which parameters are gathered together.
 
 A policy selects modules; each selected module is a unit that holds the parameters below it that no selected module
-further down holds. What no module claims is split into runs between the units, in order of definition, embeddings apart from the
-rest, so that an embedding and a head do not share a unit that would stay gathered for the whole step.
+further down holds. What no module claims is split into runs between the units, in order of definition, embeddings apart
+from the rest, so that an embedding and a head do not share a unit that would stay gathered throughout.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def find_units(model: nn.Module, policy: Any) -> list[Unit]:
             units.append(Unit(owner or "root", claimed[owner]))
         claimed[owner].append((name, parameter))
     end_run()
-    return _without_small_runs(units) if policy == "auto" else units
+    if policy == "auto":
+        units = _without_small_runs(units)
+    return [dataclasses.replace(units[0], name="root")] if len(units) == 1 else units
 
 
 def _run_name(run: Sequence[tuple[str, nn.Parameter]]) -> str:
@@ -89,15 +91,15 @@ def _is_embedding(parameter: str, model: nn.Module) -> bool:
 
 
 def _without_small_runs(units: list[Unit]) -> list[Unit]:
-    """Let a run that is too small to be worth a collective (a final norm, say) join the unit before it."""
+    """Let a run too small to be worth a collective (a final norm, say) join the unit before it, or the first."""
     largest = max((unit.numel for unit in units), default=0)
-    merged: list[Unit] = []
-    for unit in units:
-        if merged and unit.is_run and unit.numel * _SMALL < largest:
-            merged[-1] = dataclasses.replace(merged[-1], parameters=(*merged[-1].parameters, *unit.parameters))
-        else:
-            merged.append(unit)
-    return merged
+    small = [unit.is_run and unit.numel * _SMALL < largest for unit in units]
+    kept = [index for index, is_small in enumerate(small) if not is_small]
+    joined: dict[int, list[tuple[str, nn.Parameter]]] = {index: [] for index in kept}
+    for index, unit in enumerate(units):
+        home = max((other for other in kept if other <= index), default=kept[0])
+        joined[home] += unit.parameters
+    return [dataclasses.replace(units[index], parameters=tuple(joined[index])) for index in kept]
 
 
 def selected_modules(model: nn.Module, policy: Any) -> set[nn.Module]:
@@ -113,7 +115,7 @@ def selected_modules(model: nn.Module, policy: Any) -> set[nn.Module]:
     if isinstance(policy, Iterable):
         return _listed(model, list(policy))
     raise ConfigError(
-        "auto_wrap_policy is 'auto', a policy of torch.distributed.fsdp.wrap, a callable, classes, modules or name globs, "
+        "auto_wrap_policy is 'auto', a policy of torch.distributed.fsdp.wrap, a callable, classes, modules or globs, "
         f"not {policy!r}"
     )
 

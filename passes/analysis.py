@@ -65,9 +65,10 @@ def parameter_only(graph: torch.fx.Graph, roots: set[torch.fx.Node]) -> set[torc
     """`roots` (full parameters) and every node computed from them and from nothing else, without random numbers."""
     found = set(roots)
     for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and not _is_random(node):
-            if all(source in found for source in node.all_input_nodes):
-                found.add(node)
+        sources = node.all_input_nodes
+        is_pure_call = node.op == "call_function" and sources and not _is_random(node)
+        if is_pure_call and all(source in found for source in sources):
+            found.add(node)
     return found
 
 

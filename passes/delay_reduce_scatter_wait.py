@@ -6,8 +6,8 @@
     Keeps    data flow, the order of the collectives, outputs
     Cost     O(nodes); up to `distance` packed gradients alive while they are reduced
 
-A wait moves to just before the `distance`-th reduction after its own is packed, so that its buffer is gone when the next
-one is filled. A reduction over a second mesh axis belongs to the first: it starts when the first is waited for.
+A wait moves to just before the `distance`-th reduction after its own is packed, so that its buffer is gone when the
+next one is filled. A reduction over a second mesh axis belongs to the first: it starts when the first is waited for.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def deadlines(graph: torch.fx.Graph, distance: int) -> list[tuple[list[torch.fx.
         return []
     reductions = [node for node in graph.nodes if ops.is_reduction(node) and not _continues(node)]
     begins = [_begin(node) for node in reductions]
-    ends = [*begins[distance:], *[graph.output_node()] * distance]
-    return [(_followers(node), end) for node, end in zip(reductions, ends)]
+    ends = [*begins, *[graph.output_node()] * distance][distance:]
+    return [(_followers(node), end) for node, end in zip(reductions, ends, strict=True)]
 
 
 def _continues(node: torch.fx.Node) -> bool:

@@ -6,8 +6,8 @@
     Keeps    data flow, order
     Cost     O(nodes)
 
-Full buffers are gathered buffers, parameters copied out of them, and the full parameters that a backward takes over from
-its forward. One that the graph returns (a parameter kept for the backward) leaves the graph alive and is not freed.
+Full buffers are gathered buffers, parameters copied out of them, and the full parameters that a backward takes over
+from its forward. One that the graph returns (a parameter kept for the backward) leaves it alive and is not freed.
 """
 
 from __future__ import annotations

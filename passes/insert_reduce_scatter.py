@@ -32,22 +32,22 @@ class InsertReduceScatter:
             gm.graph.erase_node(node)
 
     def _reduce(self, graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
-        arguments = {formal.name: node.args[i] for i, formal in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
+        names = ("bucket", "reduction", "world_size", "group", "replicas", "replica_group")
+        bucket, reduction, world_size, group, replicas, replica_group = (ops.argument(node, name) for name in names)
         gradients = node.args[:5]
-        bucket, reduction = arguments["bucket"], arguments["reduction"]
-        shard_axis = arguments["world_size"], arguments["group"]
-        if arguments["world_size"] == 1:
+        if world_size == 1:
             result = ops.call(graph, ops.PACK, *gradients, 1, like=node)
         else:
+            axis = world_size, group
             if self.grouped:
-                pending = ops.call(graph, ops.REDUCE_SCATTER_GROUPED, *gradients, *shard_axis, reduction, like=node)
+                pending = ops.call(graph, ops.REDUCE_SCATTER_GROUPED, *gradients, *axis, reduction, like=node)
             else:
-                packed = ops.call(graph, ops.PACK, *gradients, arguments["world_size"], like=node)
-                pending = ops.call(graph, ops.REDUCE_SCATTER, packed, bucket, *shard_axis, reduction, like=node)
+                packed = ops.call(graph, ops.PACK, *gradients, world_size, like=node)
+                pending = ops.call(graph, ops.REDUCE_SCATTER, packed, bucket, *axis, reduction, like=node)
             result = ops.call(graph, ops.WAIT, pending, like=node)
-        if arguments["replicas"] > 1:
-            replica_axis = arguments["replicas"], arguments["replica_group"]
-            pending = ops.call(graph, ops.ALL_REDUCE, result, bucket, *replica_axis, reduction, like=node)
+        if replicas > 1:
+            axis = replicas, replica_group
+            pending = ops.call(graph, ops.ALL_REDUCE, result, bucket, *axis, reduction, like=node)
             result = ops.call(graph, ops.WAIT, pending, like=node)
         return result
 

@@ -6,8 +6,8 @@
     Keeps    data flow, order
     Cost     O(nodes)
 
-Frees disappear: with the last use of a value, the generated code ends its life. The grouped forms become one coalesced call
-over slices of the shard (or over the gradients) with one wait for each result, all where the dialect waits.
+Frees disappear: with the last use of a value, the generated code ends its life. The grouped forms become one coalesced
+call over slices of the shard (or over the gradients) with one wait for each result, all where the dialect waits.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _coalesced(lowering: _Lowering, node: torch.fx.Node, offsets: Any, target: A
     """One coalesced call; the waits for its results come where `_wait` finds the dialect's wait."""
     call = lowering.call(target, *args, like=node)
     results = [lowering.call(operator.getitem, call, index, like=node) for index in range(len(offsets))]
-    lowering.pieces[node] = dict(zip(offsets, results))
+    lowering.pieces[node] = dict(zip(offsets, results, strict=True))
     lowering.erased.append(node)
 
 
@@ -163,8 +163,8 @@ def _wait(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node | None:
 
 def _copy_out(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     gathered: Any
-    gathered, _, offset, shape, world_size = node.args  # type: ignore[assignment]
-    numel = gathered.meta["val"].numel() // world_size  # type: ignore[operator]
+    gathered, _, offset, shape, world_size = node.args
+    numel = gathered.meta["val"].numel() // world_size
     end = offset + ops.shard_numel(shape, world_size)  # type: ignore[arg-type,operator]
     by_rank = lowering.call(_aten.view.default, gathered, [world_size, numel], like=node)
     chunks = lowering._copy(lowering.section(by_rank, 1, offset, end, node))  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def _copy_out(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
 
 def _view_out(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     gathered: Any
-    gathered, _, offset, shape, world_size = node.args  # type: ignore[assignment]
+    gathered, _, offset, shape, world_size = node.args
     if gathered in lowering.pieces:
         return _in_shape(lowering, lowering.pieces[gathered][offset], node)  # type: ignore[index]
     if world_size == 1:
@@ -194,7 +194,7 @@ def _in_shape(lowering: _Lowering, chunks: torch.fx.Node, node: torch.fx.Node) -
 def _pack(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     gradients, _, _, offsets, numel, world_size = node.args
     pieces = {}
-    for gradient, offset in zip(gradients, offsets):  # type: ignore[arg-type]
+    for gradient, offset in zip(gradients, offsets, strict=True):  # type: ignore[arg-type]
         padded = lowering.padded_rows(gradient, world_size, node)  # type: ignore[arg-type]
         chunk = padded.meta["val"].numel() // world_size
         pieces[offset] = lowering.call(_aten.view.default, padded, [world_size, chunk], like=node)

@@ -1,10 +1,10 @@
 """Merge gradients: the sum of a shard's `reduce_gradient` contributions becomes a single `reduce_gradient`.
 
-    Before   add(reduce_gradient([g1], w), add(reduce_gradient([g2], w), reduce_gradient([g3], b)))
-    After    reduce_gradient([add(g1, g2), g3], w, b)
-    Needs    nothing: autograd adds up what the reads of one shard contribute
-    Keeps    every contribution; those to one parameter are added in the order in which autograd adds them
-    Cost     O(nodes)
+Before   add(reduce_gradient([g1], w), add(reduce_gradient([g2], w), reduce_gradient([g3], b)))
+After    reduce_gradient([add(g1, g2), g3], w, b)
+Needs    nothing: autograd adds up what the reads of one shard contribute
+Keeps    every contribution; those to one parameter are added in the order in which autograd adds them
+Cost     O(nodes)
 """
 
 from __future__ import annotations
@@ -34,27 +34,29 @@ def gradient_sums(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.No
         if ops.is_call(node, ops.REDUCE_GRADIENT):
             parts_of_sum[node] = [node]
         elif ops.is_call(node, _ADD) and all(source in parts_of_sum for source in node.args):
-            parts_of_sum[node] = [part for source in node.args for part in parts_of_sum.pop(source)]  # type: ignore[arg-type]
+            parts_of_sum[node] = [part for source in node.all_input_nodes for part in parts_of_sum.pop(source)]
     return {total: parts for total, parts in parts_of_sum.items() if len(parts) > 1}
 
 
 def _merge(graph: torch.fx.Graph, total: torch.fx.Node, parts: list[torch.fx.Node]) -> None:
-    gradient_of_parameter: dict[tuple[str, int], torch.fx.Node] = {}
+    gradient_of_slot: dict[tuple[int, str], torch.fx.Node] = {}
     with graph.inserting_before(total):
         for part in parts:
-            for gradient, *parameter in zip(*(ops.argument(part, name) for name in ("gradients", "parameters", "offsets"))):
-                earlier = gradient_of_parameter.get(tuple(parameter))  # type: ignore[arg-type]
-                gradient_of_parameter[tuple(parameter)] = (  # type: ignore[index]
-                    gradient if earlier is None else ops.call(graph, _ADD, earlier, gradient, like=total)
-                )
-        by_offset = sorted(gradient_of_parameter, key=lambda parameter: parameter[1])
+            gradients, parameters, offsets = (
+                ops.argument(part, name) for name in ("gradients", "parameters", "offsets")
+            )
+            for gradient, *slot in zip(gradients, offsets, parameters, strict=True):
+                earlier = gradient_of_slot.get((slot[0], slot[1]))
+                added = gradient if earlier is None else ops.call(graph, _ADD, earlier, gradient, like=total)
+                gradient_of_slot[slot[0], slot[1]] = added
+        slots = sorted(gradient_of_slot)
         merged = ops.call(
             graph,
             ops.REDUCE_GRADIENT,
-            [gradient_of_parameter[parameter] for parameter in by_offset],
+            [gradient_of_slot[slot] for slot in slots],
             ops.argument(parts[0], "bucket"),
-            [name for name, _ in by_offset],
-            [offset for _, offset in by_offset],
+            [parameter for _, parameter in slots],
+            [offset for offset, _ in slots],
             *parts[0].args[4:],
             like=total,
         )

@@ -1,10 +1,10 @@
 """Merge unshards: one `unshard` per parameter, however often the program reads it.
 
-    Before   a = unshard(shard, w); b = unshard(shard, w)
-    After    a = unshard(shard, w), in place of b too
-    Needs    nothing
-    Keeps    data flow
-    Cost     O(nodes)
+Before   a = unshard(shard, w); b = unshard(shard, w)
+After    a = unshard(shard, w), in place of b too
+Needs    nothing
+Keeps    data flow
+Cost     O(nodes)
 """
 
 from __future__ import annotations

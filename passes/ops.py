@@ -10,8 +10,8 @@ What the front end emits, differentiable, one of each per read of a parameter:
     unshard(shard, ...)               the full parameter
     reduce_gradient(gradients, ...)   the shard's gradient from full gradients of some of its parameters
 
-What the passes turn that into. The packed form of a gather or a reduction sends one buffer, with copies on one side; the
-grouped form sends one message per parameter in one call, and needs none:
+What the passes turn that into. The packed form of a gather or a reduction sends one buffer, with copies on one side;
+the grouped form sends one message per parameter in one call, and needs none:
 
     all_gather(shard), all_gather_grouped(shard)      pending; all ranks' shards, one after another
     wait(pending)                                     the buffer, ready
@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
@@ -38,12 +38,13 @@ import torch.fx
 LIBRARY = torch.library.Library("fsdp", "DEF")
 
 _SHARD_GROUP = "int world_size, str group"
+_REDUCTION = "int replicas, str replica_group, str reduction"
 _GRADIENTS = "Tensor[] gradients, str bucket, str[] parameters, int[] offsets, int numel"
 _PARAMETER = "str parameter, int offset, int[] shape, int world_size"
 
 for _schema in (
-    f"unshard(Tensor shard, str bucket, {_PARAMETER}, str group, int replicas, str replica_group, str reduction) -> Tensor",
-    f"reduce_gradient({_GRADIENTS}, {_SHARD_GROUP}, int replicas, str replica_group, str reduction) -> Tensor",
+    f"unshard(Tensor shard, str bucket, {_PARAMETER}, str group, {_REDUCTION}) -> Tensor",
+    f"reduce_gradient({_GRADIENTS}, {_SHARD_GROUP}, {_REDUCTION}) -> Tensor",
     f"all_gather(Tensor shard, str bucket, {_SHARD_GROUP}) -> Tensor",
     f"all_gather_grouped(Tensor shard, str bucket, {_SHARD_GROUP}) -> Tensor",
     "wait(Tensor pending) -> Tensor",
@@ -92,8 +93,11 @@ def shard_numel(shape: Sequence[int], world_size: int) -> int:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def _fake(name: str) -> Any:
-    return torch.library.register_fake(f"fsdp::{name}", lib=LIBRARY)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _fake(name: str) -> Callable[[_Function], _Function]:
+    return torch.library.register_fake(f"fsdp::{name}", lib=LIBRARY)  # type: ignore[no-any-return]
 
 
 @_fake("unshard")
@@ -102,7 +106,9 @@ def _(shard: torch.Tensor, bucket: str, parameter: str, offset: int, shape: list
 
 
 @_fake("reduce_gradient")
-def _(gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, *_: Any) -> Any:
+def _(
+    gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, *_: Any
+) -> Any:
     return gradients[0].new_empty(numel)
 
 
@@ -137,7 +143,9 @@ def _(full: torch.Tensor) -> None:
 
 
 @_fake("pack")
-def _(gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, world_size: int) -> Any:
+def _(
+    gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, world_size: int
+) -> Any:
     return gradients[0].new_empty(numel * world_size)
 
 
@@ -147,7 +155,9 @@ def _(packed: torch.Tensor, bucket: str, world_size: int, group: str, reduction:
 
 
 @_fake("reduce_scatter_grouped")
-def _(gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, *_: Any) -> Any:
+def _(
+    gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, *_: Any
+) -> Any:
     return gradients[0].new_empty(numel)
 
 

@@ -12,8 +12,8 @@ the gathers in view it would save gathered parameters, since they look expensive
 regains its own `unshard`. Values that the partitioner saved although they follow from parameters alone (a transposed
 weight looks free to it, a weight cast to bf16 looks cheap) are computed again in the backward, for the same reason.
 
-A unit that is not resharded after the forward is the exception: its full parameters are saved. Where `reshard` does not say
-otherwise, that is the unit which the forward uses last and the backward needs first: freeing it would buy nothing.
+A unit that is not resharded after the forward is the exception: its full parameters are saved. Where `reshard` does not
+say otherwise, that is the unit which the forward uses last and the backward needs first: freeing it would buy nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Unshard:
 
 def _present_as_inputs(graph: torch.fx.Graph) -> dict[str, Unshard]:
     """Replace every unshard by a new input; returns the unshards by the name of that input."""
-    unshard_of_input = {}
+    unshard_of_input: dict[str, Unshard] = {}
     anchor = [node for node in analysis.inputs(graph) if "primals" in str(node.target)][-1:]
     for node in [node for node in graph.nodes if ops.is_call(node, ops.UNSHARD)]:
         with graph.inserting_after(anchor[0]):
@@ -230,7 +230,7 @@ def _save_instead(crossing: Crossing, removed: list[torch.fx.Node], added: list[
     if "desc" in output.meta:  # AOTAutograd's description of each output
         described = list(output.meta["desc"])
         saved = described[num:]
-        num_saved = len(output.args[0]) - num  # type: ignore[arg-type]
+        num_saved = len(output.args[0]) - num
         output.meta["desc"] = described[:num] + [saved[min(i, len(saved) - 1)] for i in range(num_saved)]
 
 

@@ -7,8 +7,8 @@
     Cost     O(nodes); up to `distance` more gathered units alive
 
 Distance counts units, in the order of their first use: with distance 1 the gathers of a unit start just before the unit
-before it is waited for, so that one unit is on its way while one is computed with. A unit that the backward takes over from
-the forward counts, though it is not gathered. The first units start at the top of the graph.
+before it is waited for, so that one unit is on its way while one is computed with. A unit that the backward takes over
+from the forward counts, though it is not gathered. The first units start at the top of the graph.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def starts(graph: torch.fx.Graph, distance: int) -> dict[torch.fx.Node, torch.fx
 
 
 def _uses_of_units(graph: torch.fx.Graph) -> list[tuple[str, list[torch.fx.Node]]]:
-    """The units in the order of their use: for each, the waits for its gathers, or the first use of what was kept of it."""
+    """The units in the order of their use: for each, the waits for its gathers or the first use of what was kept."""
     position = analysis.positions(graph)
     bucket_of_use = {_wait(node): ops.argument(node, "bucket") for node in graph.nodes if ops.is_all_gather(node)}
     for node in analysis.inputs(graph):

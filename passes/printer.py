@@ -7,8 +7,8 @@
       fsdp.free(layers.0.gathered)
       ...
 
-Shards are named by their bucket, full parameters by their name in the model, everything else as in the graph. Shapes are
-what this rank holds.
+Shards are named by their bucket, full parameters by their name in the model, everything else as in the graph. Shapes
+are what this rank holds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DTYPES = {
     torch.bool: "b8",
 }
 
-_SHOWN = {  # of the arguments of our operators, those that the names do not already tell
+_SHOWN: dict[Any, tuple[str, ...]] = {  # of the arguments of our operators, those that the names do not already tell
     ops.UNSHARD: ("shard", "offset"),
     ops.REDUCE_GRADIENT: ("gradients", "offsets"),
     ops.ALL_GATHER: ("shard",),
@@ -66,7 +66,7 @@ def print_graph(gm: torch.fx.GraphModule, title: str = "forward") -> str:
 def display_names(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
     """The printed name of every node; a name that is taken gets a number."""
     taken: set[str] = set()
-    names = {}
+    names: dict[torch.fx.Node, str] = {}
     for node in graph.nodes:
         wanted = _wanted_name(node, names)
         name, number = wanted, 1
@@ -109,11 +109,9 @@ def _bucket_of_input(node: torch.fx.Node) -> str | None:
 
 
 def _line(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
-    if node.target in _SHOWN:
-        shown = [ops.argument(node, name) for name in _SHOWN[node.target]]  # type: ignore[index]
-    else:
-        shown = list(node.args)
-    arguments = [_argument(value, names) for value in shown]
+    shown = _SHOWN.get(node.target) if ops.is_dialect(node) else None
+    values = node.args if shown is None else [ops.argument(node, name) for name in shown]
+    arguments = [_argument(value, names) for value in values]
     arguments += [f"{name}={_argument(value, names)}" for name, value in node.kwargs.items()]
     call = f"{_target(node)}({', '.join(arguments)})"
     return call if ops.is_call(node, ops.FREE) else f"{names[node]}{_type(node)} = {call}"
@@ -165,7 +163,11 @@ def print_schedule(gm: torch.fx.GraphModule, title: str = "forward") -> str:
     for node in gm.graph.nodes:
         if not _is_scheduled(node):
             continue
-        if ops.is_all_gather(node) or ops.is_call(node, ops.PACK) or (node in buffers and not ops.is_call(node, ops.WAIT)):
+        if (
+            ops.is_all_gather(node)
+            or ops.is_call(node, ops.PACK)
+            or (node in buffers and not ops.is_call(node, ops.WAIT))
+        ):
             alive[node] = num_bytes(node)
         for ended in _ended_by(node):
             alive.pop(ended, None)

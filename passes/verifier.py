@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
     if len(saved) != num_taken:
         raise VerifyError(f"the forward saves {len(saved)} values, the backward takes {num_taken}")
     shards = {ops.argument(node, "shard") for node in unshards}
-    for node, gradient in zip(analysis.inputs(graph), analysis.outputs(backward.graph)):
+    for node, gradient in zip(analysis.inputs(graph), analysis.outputs(backward.graph), strict=False):
         if node in shards and gradient is not None:
             same = _describe(gradient) == _describe(node)
             _require(same, f"has the gradient {_describe(gradient)}, which is not of its shape", node)
@@ -146,12 +146,12 @@ def _all_freed(graph: torch.fx.Graph) -> None:
         if end.op == "output":
             continue
         _require(ops.is_call(end, ops.FREE), "is not freed", buffer)
-        uses = _uses(buffer) - {end}
-        gap = [node for node in graph.nodes if max(map(position.get, uses)) < position[node] < position[end]]  # type: ignore[type-var]
+        last = max(position[use] for use in _uses(buffer) if use is not end)
+        gap = [node for node in graph.nodes if last < position[node] < position[end]]
         _require(all(ops.is_call(node, ops.FREE) for node in gap), f"is freed late: {gap} come first", buffer)
 
 
-def _uses(buffer: torch.fx.Node) -> Collection[Any]:
+def _uses(buffer: torch.fx.Node) -> set[torch.fx.Node]:
     aliases = analysis.aliases(buffer)
     return {*aliases, *(user for alias in aliases for user in alias.users)}
 

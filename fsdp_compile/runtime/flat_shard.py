@@ -6,7 +6,8 @@ import dataclasses
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..errors import ConfigError
 from ..layout import Layout, Slot
@@ -59,18 +60,20 @@ class FlatShard:
             ConfigError: a parameter was replaced by something that cannot take its place in the shard.
         """
         self.parameters = [self._current(index) for index in range(len(self.parameters))]
-        if all(self._is_view(slot, parameter) for slot, parameter in zip(self.layout.slots, self.parameters)):
+        if all(
+            self._is_view(slot, parameter) for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
+        ):
             return
         locals_ = [local_tensor(parameter) for parameter in self.parameters]
         kinds = {(local.dtype, local.device) for local in locals_}
         if len(kinds) > 1:
             raise ConfigError(
-                f"the parameters of {self.layout.bucket} were sharded together and now differ in dtype or device: {kinds}"
+                f"the parameters of {self.layout.bucket}, sharded together, now differ in dtype or device: {kinds}"
             )
         dtype, device = kinds.pop()
         with torch.no_grad():
             flat = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-            for slot, parameter, local in zip(self.layout.slots, self.parameters, locals_):
+            for slot, parameter, local in zip(self.layout.slots, self.parameters, locals_, strict=True):
                 view = local_view(flat, self.layout, slot, mesh)
                 view.copy_(local)
                 parameter._local_tensor = view  # type: ignore[attr-defined]
@@ -80,14 +83,14 @@ class FlatShard:
         """The parameter that the model holds now in place of `parameters[index]`."""
         (module, name), slot = self.owners[index], self.layout.slots[index]
         found, known = module._parameters.get(name), self.parameters[index]
-        if not isinstance(found, DTensor) or found.shape != known.shape or found.placements != known.placements:  # type: ignore[attr-defined]
+        if not isinstance(found, DTensor) or found.shape != known.shape or found.placements != known.placements:
             raise ConfigError(
                 f"{slot.parameter} was sharded as a DTensor of shape {tuple(slot.shape)} and is now "
                 f"{type(found).__name__}: assign a DTensor of the same shape and placements, or shard a new model"
             )
         if found.requires_grad and not self.layout.requires_grad:
             raise ConfigError(f"{slot.parameter} was frozen when it was sharded: unfreeze it before sharding the model")
-        return found  # type: ignore[return-value]
+        return found
 
     def _is_view(self, slot: Slot, parameter: nn.Parameter) -> bool:
         local, data = local_tensor(parameter), self.data

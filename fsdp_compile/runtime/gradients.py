@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .flat_shard import FlatShard, local_view
 
@@ -49,5 +50,5 @@ def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad = gradient
     else:
         parameter.grad += gradient
-    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)

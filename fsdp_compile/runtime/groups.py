@@ -71,7 +71,7 @@ def _check_backend(group: Any, device: torch.device) -> None:
     served = [str(found.type) for found in group._device_types]  # private as of torch 2.11 to 2.13
     if device.type not in served:
         raise ConfigError(
-            f"the model is on {device}, but the process group's backend ({dist.get_backend(group)}) serves {served} only: "
+            f"the model is on {device}, but its process group ({dist.get_backend(group)}) serves {served} only: "
             "move the model, or initialise the process group with a backend for its device"
         )
 

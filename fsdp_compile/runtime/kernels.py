@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  registers the fake kernels of _c10d_functional
+import torch.distributed._functional_collectives
 import torch.nn.functional as F
 
 from ..passes import ops
@@ -18,7 +18,14 @@ _c10d = torch.ops._c10d_functional
 
 
 def _unshard(
-    shard: torch.Tensor, bucket: str, parameter: str, offset: int, shape: list[int], world_size: int, group: str, *_: Any
+    shard: torch.Tensor,
+    bucket: str,
+    parameter: str,
+    offset: int,
+    shape: list[int],
+    world_size: int,
+    group: str,
+    *_: Any,
 ) -> torch.Tensor:
     chunk = shard[offset : offset + ops.shard_numel(shape, world_size)]
     if world_size == 1:
@@ -66,7 +73,4 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 
 ops.LIBRARY.impl("unshard", _unshard, "CompositeExplicitAutograd")
 ops.LIBRARY.impl("reduce_gradient", _reduce_gradient, "CompositeExplicitAutograd")
-torch.library.register_autograd(
-    "fsdp::unshard", _unshard_backward, setup_context=_setup_context, lib=ops.LIBRARY
-)
-
+torch.library.register_autograd("fsdp::unshard", _unshard_backward, setup_context=_setup_context, lib=ops.LIBRARY)

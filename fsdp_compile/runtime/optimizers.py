@@ -36,7 +36,7 @@ def _repoint(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 continue
             if optimizer.state.get(parameter):
                 raise RuntimeError(
-                    f"this {type(optimizer).__name__} has stepped with a parameter of shape {tuple(parameter.shape)} that was "
-                    "sharded since, and its state cannot be carried over: build the optimizer after sharding the model"
+                    f"{type(optimizer).__name__} has state for a parameter of shape {tuple(parameter.shape)} that was "
+                    "sharded since, which cannot be carried over: build the optimizer after sharding the model"
                 )
             group["params"][index] = sharded

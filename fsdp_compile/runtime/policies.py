@@ -21,7 +21,7 @@ def run_policy(policy: ModuleWrapPolicy | CustomPolicy, model: nn.Module) -> set
     for module, arguments in arguments_of_module.items():
         if arguments:
             raise ConfigError(
-                f"auto_wrap_policy returned {arguments!r} for {type(module).__name__}: arguments for single modules are "
-                "not supported, return a bool"
+                f"auto_wrap_policy returned {arguments!r} for {type(module).__name__}: arguments for single modules "
+                "are not supported; return a bool"
             )
     return set(arguments_of_module) - {model}
