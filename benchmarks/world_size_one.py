@@ -29,9 +29,7 @@ from train_gpt import GPT, GPTConfig, find_device, read_text, training_batch, tr
 class Subject:
     """A model, its optimizer and how many steps it has done."""
 
-    def __init__(
-        self, name: str, model: nn.Module, options: argparse.Namespace, device: torch.device
-    ) -> None:
+    def __init__(self, name: str, model: nn.Module, options: argparse.Namespace, device: torch.device) -> None:
         self.name = name
         self.model = model
         self.options = options
@@ -86,9 +84,7 @@ def summarize(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8)
@@ -110,9 +106,7 @@ def main() -> None:
     for name, row in summary.items():
         print(f"{name:20}" + "".join(f"{row[column]:10.3f}" for column in ("median", "p10", "p90")))
     print("last loss           " + "".join(f"{subject.loss:10.5f}" for subject in subjects))
-    print(
-        json.dumps({"options": vars(options), "device": str(device), "torch": torch.__version__, **summary})
-    )
+    print(json.dumps({"options": vars(options), "device": str(device), "torch": torch.__version__, **summary}))
 
 
 if __name__ == "__main__":

@@ -57,9 +57,7 @@ bytes of full parameters and gradients are alive.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--lowering", default="packed", choices=["packed", "grouped"])
     parser.add_argument("--prefetch", type=int, default=1, help="how many gathers ahead, in both directions")

@@ -69,8 +69,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q, self.k, self.v)
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.q, self.k, self.v)
         )
         q, k = rotate(q, cosines, sines), rotate(k, cosines, sines)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -133,9 +132,7 @@ def on_meta(config: LlamaConfig, dtype: torch.dtype) -> Llama:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="8b", choices=["8b", "small"])
     parser.add_argument("--world-size", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1, help="rows of one rank")

@@ -105,13 +105,9 @@ def accuracy(model: nn.Module, data: tuple[Tensor, Tensor], ranks: Ranks) -> flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument(
-        "--batch", type=int, default=96, help="images of the global batch, of all ranks together"
-    )
+    parser.add_argument("--batch", type=int, default=96, help="images of the global batch, of all ranks together")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager"])
     options = parser.parse_args()

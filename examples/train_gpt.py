@@ -216,9 +216,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, done: Progressed
-) -> None:
+def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, done: Progressed) -> None:
     """Written beside its place, then renamed: a killed run leaves the checkpoint before as the latest."""
     place = folder / f"step-{done.step:06}"
     beside = place.with_suffix(".partial")
@@ -258,9 +256,7 @@ class Report:
         self.losses[step] = loss
         if self.log:
             print(json.dumps({"step": step, "loss": loss}), file=self.log, flush=True)
-        self.progress.update(
-            self.bar, completed=step, rate=f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s"
-        )
+        self.progress.update(self.bar, completed=step, rate=f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s")
         if step <= 20 or step % 50 == 0:
             self.console.print(f"step {step:5}  loss {loss:.6f}  {tokens_per_second:9,.0f} tokens/s")
 
@@ -304,9 +300,7 @@ def compare(losses: dict[int, float], others: dict[int, float], console: Console
 # The training
 
 
-def training_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor
-) -> Tensor:
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
     optimizer.zero_grad()
     loss = model(tokens, targets)
     loss.backward()
@@ -359,9 +353,7 @@ def train(
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=int, default=600)
     add("--batch", type=int, default=16, help="rows of the global batch, of all ranks together")
@@ -405,9 +397,7 @@ def main() -> None:
         done = load_checkpoint(place, model, optimizer)
     report = Report(options, ranks.rank, done)
     if place is not None:
-        report.console.print(
-            f"resumed from {place}" + (": nothing left to do" if done.step >= options.steps else "")
-        )
+        report.console.print(f"resumed from {place}" + (": nothing left to do" if done.step >= options.steps else ""))
 
     with report.progress:
         train(model, optimizer, done, options, ranks, report)

@@ -23,9 +23,7 @@ import train_gpt  # noqa: E402
 
 PYTHON = shlex.quote(sys.executable)
 TORCHRUN = f"{PYTHON} -m torch.distributed.run --nproc-per-node"
-SMALL_GPT = (
-    "examples/train_gpt.py --dim 64 --layers 2 --seq 32 --batch 8 --eval-every 1000 --backend aot_eager"
-)
+SMALL_GPT = "examples/train_gpt.py --dim 64 --layers 2 --seq 32 --batch 8 --eval-every 1000 --backend aot_eager"
 
 
 def run(command: str) -> str:
@@ -122,9 +120,7 @@ def test_held_out_text_is_the_last_tenth_and_read_once() -> None:
     tokens = torch.cat([tokens.flatten() for tokens, _ in train_gpt.held_out_batches(held_out, 4, 16)])
     targets = torch.cat([targets.flatten() for _, targets in train_gpt.held_out_batches(held_out, 4, 16)])
     assert len(tokens) > len(held_out) - 64 - 1
-    assert torch.equal(tokens, held_out[: len(tokens)]) and torch.equal(
-        targets, held_out[1 : len(tokens) + 1]
-    )
+    assert torch.equal(tokens, held_out[: len(tokens)]) and torch.equal(targets, held_out[1 : len(tokens) + 1])
 
 
 def test_resumed_log_keeps_only_what_the_checkpoint_holds(tmp_path: Path) -> None:
@@ -178,9 +174,7 @@ def test_llama3_8b_has_its_number_of_parameters() -> None:
 def test_llama_knows_nothing_before_training() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(llama.SMALL.vocab, (4, 32))
-    assert llama.Llama(llama.SMALL)(tokens, tokens).item() == pytest.approx(
-        math.log(llama.SMALL.vocab), abs=0.3
-    )
+    assert llama.Llama(llama.SMALL)(tokens, tokens).item() == pytest.approx(math.log(llama.SMALL.vocab), abs=0.3)
 
 
 def test_rotation_sees_relative_positions_only() -> None:

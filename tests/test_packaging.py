@@ -20,9 +20,7 @@ def copy_checkout(place: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, place / name)
     for name in ("fsdp_compile", "passes"):
-        shutil.copytree(
-            ROOT / name, place / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / name, place / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def build_wheel(checkout: Path) -> Path:
@@ -72,9 +70,7 @@ def test_checkout_that_lost_the_symlink_builds_the_same_wheel(wheel: Path, tmp_p
     assert os.readlink(link) == "../passes"
     link.unlink()
     link.write_text("../passes")  # what git leaves where it may not make links
-    assert sorted(zipfile.ZipFile(build_wheel(tmp_path)).namelist()) == sorted(
-        zipfile.ZipFile(wheel).namelist()
-    )
+    assert sorted(zipfile.ZipFile(build_wheel(tmp_path)).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
 def test_entry_point_names_the_backend(site: Path) -> None:
