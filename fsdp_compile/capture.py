@@ -22,6 +22,7 @@ from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
 from .passes import ops
 from .passes.pipeline import Pipeline
+from .runtime.fences import Fences
 
 Received = Sequence[tuple[str, Sequence[int]]]
 """For every bucket, the offsets of the parameters that a backward computes gradients for."""
@@ -30,6 +31,7 @@ _KEEP_SCHEDULE = {  # what Inductor would otherwise do to the order of the nodes
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
     "reorder_for_compute_comm_overlap": False,
+    "_pre_fusion_custom_pass": Fences(),
 }
 
 

@@ -52,6 +52,38 @@ def first_use(node: torch.fx.Node, position: Mapping[torch.fx.Node, int]) -> tor
     return min(node.users, key=position.__getitem__)
 
 
+_HEAVY = {
+    "addmm",
+    "baddbmm",
+    "bmm",
+    "convolution",
+    "convolution_backward",
+    "embedding",
+    "embedding_dense_backward",
+    "mm",
+}
+
+
+def is_heavy(node: torch.fx.Node) -> bool:
+    """Whether this is a kernel of its own (a matmul, attention, an embedding), unlike what compilers fuse: the rest."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    if node.target.namespace != "aten":
+        return node.target.namespace not in ("prims", "fsdp")
+    name = node.target._schema.name.removeprefix("aten::")
+    return name in _HEAVY or "attention" in name
+
+
+def kernel_begin(node: torch.fx.Node) -> torch.fx.Node:
+    """Where the kernel begins that a compiler will form around `node`: after the last heavy node before a light one."""
+    begin = node
+    while not is_heavy(node) and begin.prev.op not in ("placeholder", "root") and not is_heavy(begin.prev):
+        begin = begin.prev
+    return begin
+
+
 def inputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 

@@ -1,7 +1,7 @@
 """Insert all-gathers: each bucket is gathered once, and each of its parameters taken out just before its first use.
 
     Before   w = unshard(shard); v = unshard(shard); ...; mm(x, t(w)); ...; mm(y, t(v))
-    After    ...; g = wait(all_gather(shard)); w = copy_out(g); mm(x, t(w)); ...; v = copy_out(g); mm(y, t(v))
+    After    g = wait(all_gather(shard)); ...; w = copy_out(g); mm(x, t(w)); ...; v = copy_out(g); mm(y, t(v))
     Needs    one unshard per parameter (merge_unshards)
     Keeps    data flow; the order of the nodes, but views and casts of parameters move down to where they are read
     Cost     O(nodes), one all-gather per bucket
@@ -9,6 +9,9 @@
 The packed form copies each parameter out of the gathered buffer, except where the bucket holds a single one: its
 chunks already lie one after another. In the grouped form every parameter is gathered into its place and only viewed.
 A bucket that is not sharded (`world_size` 1) needs no gather.
+
+The wait stands before the kernel that a compiler will form around the first use: where that is a light operator, after
+the last heavy one (a matmul, say) before it. A wait amid a run of light operators would cut their kernel into two.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class InsertAllGather:
         buffer = bucket.shard
         if bucket.world_size > 1:
             gather = ops.ALL_GATHER_GROUPED if self.grouped else ops.ALL_GATHER
-            with graph.inserting_before(bucket.first_use):
+            with graph.inserting_before(analysis.kernel_begin(bucket.first_use)):
                 pending = ops.call(graph, gather, bucket.shard, bucket.name, bucket.world_size, bucket.group)
                 buffer = ops.call(graph, ops.WAIT, pending)
         is_view = self.grouped or bucket.world_size == 1 or bucket.holds_one_parameter

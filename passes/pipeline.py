@@ -2,7 +2,7 @@
 
     joint graph          merge_unshards, merge_gradients, partition_joint
     forward, backward    insert_all_gather, insert_reduce_scatter, insert_free, prefetch_all_gather,
-                         delay_reduce_scatter_wait, lower_collectives
+                         delay_reduce_scatter_wait, lower_collectives, pin_matmuls
 
 A graph without a backward (no_grad, inference) runs through the first pass and the second row.
 """
@@ -25,6 +25,7 @@ from .lower_collectives import LowerCollectives
 from .merge_gradients import MergeGradients
 from .merge_unshards import MergeUnshards
 from .partition_joint import PartitionJoint
+from .pin_matmuls import PinMatmuls
 from .prefetch_all_gather import PrefetchAllGather
 from .verifier import Signature, verify, verify_crossing, verify_lowered
 
@@ -109,9 +110,10 @@ class Pipeline:
         verify(gm, freed=True)
         signature = Signature.of(gm)
         scheduled = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        LowerCollectives()(gm)
-        verify_lowered(gm, signature=signature)
-        self._observe(name, LowerCollectives(), gm)
+        for step in (LowerCollectives(), PinMatmuls()):
+            step(gm)
+            verify_lowered(gm, signature=signature)
+            self._observe(name, step, gm)
         gm.recompile()
         return Side(scheduled, gm)
 

@@ -1,0 +1,62 @@
+"""Pin matmuls: keep Inductor from moving a matmul down to an addition, past communication or other matmuls.
+
+    Before   m = mm(a, b); wait(...); n = mm(c, d); s = add(m, x)
+    After    m = mm(a, b); wait(...); n = mm(c, d); s = squeeze(add(unsqueeze(m), unsqueeze(x)))
+    Needs    a lowered graph
+    Keeps    values, order
+    Cost     O(nodes); three views for each pinned addition
+
+Inductor replaces `add(mm(a, b), x)` by an `addmm` where the addition stands. That is welcome if the matmul stands just
+before it; elsewhere the matmul would no longer hide the communication that the schedule puts beside it, and would keep
+its operands alive. Its pattern does not see through the views. A graph without collectives has no schedule to keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.fx
+
+from . import analysis, ops
+
+_aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class PinMatmuls:
+    def __call__(self, gm: torch.fx.GraphModule) -> None:
+        for addition in moving_additions(gm.graph):
+            with gm.graph.inserting_before(addition):
+                terms = [ops.call(gm.graph, _aten.unsqueeze.default, term, 0, like=addition) for term in addition.args]
+                total = ops.call(gm.graph, _aten.add.Tensor, *terms, like=addition)
+                addition.replace_all_uses_with(ops.call(gm.graph, _aten.squeeze.dim, total, 0, like=addition))
+            gm.graph.erase_node(addition)
+
+
+def moving_additions(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The additions to a matmul that stands before some other matmul or communication."""
+    position = analysis.positions(graph)
+    if not any(_is_communication(node) for node in graph.nodes):
+        return []
+    moving = []
+    anchor = -1  # the last heavy operator or communication so far
+    for node in graph.nodes:
+        if _is_addition(node):
+            matmuls = [term for term in node.all_input_nodes if ops.is_call(term, _aten.mm.default)]
+            moving += [node] if any(position[matmul] < anchor for matmul in matmuls) else []
+        if _is_communication(node) or analysis.is_heavy(node):
+            anchor = position[node]
+    return moving
+
+
+def _is_addition(node: torch.fx.Node) -> bool:
+    """Whether this adds two tensors of one shape."""
+    if not ops.is_call(node, _aten.add.Tensor) or node.kwargs or len(node.all_input_nodes) != 2:
+        return False
+    one, other = (term.meta["val"] for term in node.all_input_nodes)
+    return bool(one.shape == other.shape)
+
+
+def _is_communication(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
