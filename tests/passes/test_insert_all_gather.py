@@ -1,0 +1,283 @@
+import torch
+from torch import nn
+
+from fsdp_compile.passes.insert_all_gather import InsertAllGather
+from tests.passes.tiny import (
+    Adapted,
+    Chain,
+    Checkpointed,
+    Tempered,
+    biased,
+    linear,
+    rows,
+    tied,
+    two_layers,
+    two_products,
+)
+from tests.passes.tracing import Pictures, trace
+
+
+class TestInsertAllGather(Pictures):
+    def test_a_unit_is_gathered_once_and_each_parameter_copied_out_where_it_is_used(self):
+        graphs = trace(biased(), rows())
+        self.assertExpectedInline(
+            str(graphs.before(InsertAllGather)),
+            """\
+forward(up: f32[20], primals_2: f32[3,4], down: f32[12])
+  up.weight: f32[8,4] = fsdp.unshard(up, 0)
+  up.bias: f32[8] = fsdp.unshard(up, 16)
+  down.weight: f32[2,8] = fsdp.unshard(down, 0)
+  down.bias: f32[2] = fsdp.unshard(down, 8)
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  addmm: f32[3,8] = addmm(up.bias, primals_2, permute)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  addmm_1: f32[3,2] = addmm(down.bias, addmm, permute_1)
+  return [addmm_1, down.weight, primals_2, addmm]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(InsertAllGather)),
+            """\
+forward(up: f32[20], primals_2: f32[3,4], down: f32[12])
+  up.pending: f32[40] = fsdp.all_gather(up)
+  up.gathered: f32[40] = fsdp.wait(up.pending)
+  up.weight: f32[8,4] = fsdp.copy_out(up.gathered, 0)
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  up.bias: f32[8] = fsdp.copy_out(up.gathered, 16)
+  addmm: f32[3,8] = addmm(up.bias, primals_2, permute)
+  down.pending: f32[24] = fsdp.all_gather(down)
+  down.gathered: f32[24] = fsdp.wait(down.pending)
+  down.weight: f32[2,8] = fsdp.copy_out(down.gathered, 0)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  down.bias: f32[2] = fsdp.copy_out(down.gathered, 8)
+  addmm_1: f32[3,2] = addmm(down.bias, addmm, permute_1)
+  return [addmm_1, down.weight, primals_2, addmm]""",
+        )
+
+    def test_in_the_grouped_form_parameters_are_views(self):
+        graph = trace(biased(), rows(), grouped=True).after(InsertAllGather)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(up: f32[20], primals_2: f32[3,4], down: f32[12])
+  up.pending: f32[40] = fsdp.all_gather_grouped(up)
+  up.gathered: f32[40] = fsdp.wait(up.pending)
+  up.weight: f32[8,4] = fsdp.view_out(up.gathered, 0)
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  up.bias: f32[8] = fsdp.view_out(up.gathered, 16)
+  addmm: f32[3,8] = addmm(up.bias, primals_2, permute)
+  down.pending: f32[24] = fsdp.all_gather_grouped(down)
+  down.gathered: f32[24] = fsdp.wait(down.pending)
+  down.weight: f32[2,8] = fsdp.view_out(down.gathered, 0)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  down.bias: f32[2] = fsdp.view_out(down.gathered, 8)
+  addmm_1: f32[3,2] = addmm(down.bias, addmm, permute_1)
+  return [addmm_1, down.weight, primals_2, addmm]""",
+        )
+
+    def test_the_only_parameter_of_a_bucket_is_a_view_of_what_was_gathered(self):
+        graph = trace(two_layers(), rows()).after(InsertAllGather)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(up: f32[16], primals_2: f32[3,4], down: f32[8])
+  up.pending: f32[32] = fsdp.all_gather(up)
+  up.gathered: f32[32] = fsdp.wait(up.pending)
+  up.weight: f32[8,4] = fsdp.view_out(up.gathered, 0)
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  mm: f32[3,8] = mm(primals_2, permute)
+  down.pending: f32[16] = fsdp.all_gather(down)
+  down.gathered: f32[16] = fsdp.wait(down.pending)
+  down.weight: f32[2,8] = fsdp.view_out(down.gathered, 0)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  mm_1: f32[3,2] = mm(mm, permute_1)
+  return [mm_1, down.weight, primals_2, mm]""",
+        )
+
+    def test_with_uneven_rows_what_is_gathered_is_padded(self):
+        model = Chain(up=nn.Linear(5, 7), mid=nn.Linear(7, 15), down=linear(15, 3))
+        graph = trace(model, rows(5), world_size=4).after(InsertAllGather)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(up: f32[16], primals_2: f32[3,5], mid: f32[32], down: f32[16])
+  up.pending: f32[64] = fsdp.all_gather(up)
+  up.gathered: f32[64] = fsdp.wait(up.pending)
+  up.weight: f32[7,5] = fsdp.copy_out(up.gathered, 0)
+  permute: f32[5,7] = permute(up.weight, [1, 0])
+  up.bias: f32[7] = fsdp.copy_out(up.gathered, 12)
+  addmm: f32[3,7] = addmm(up.bias, primals_2, permute)
+  mid.pending: f32[128] = fsdp.all_gather(mid)
+  mid.gathered: f32[128] = fsdp.wait(mid.pending)
+  mid.weight: f32[15,7] = fsdp.copy_out(mid.gathered, 0)
+  permute_1: f32[7,15] = permute(mid.weight, [1, 0])
+  mid.bias: f32[15] = fsdp.copy_out(mid.gathered, 28)
+  addmm_1: f32[3,15] = addmm(mid.bias, addmm, permute_1)
+  down.pending: f32[64] = fsdp.all_gather(down)
+  down.gathered: f32[64] = fsdp.wait(down.pending)
+  down.weight: f32[3,15] = fsdp.copy_out(down.gathered, 0)
+  permute_2: f32[15,3] = permute(down.weight, [1, 0])
+  mm: f32[3,3] = mm(addmm_1, permute_2)
+  return [mm, mid, down.weight, primals_2, addmm, addmm_1]""",
+        )
+
+    def test_the_backward_casts_and_transposes_a_weight_only_where_it_is_needed(self):
+        graphs = trace(two_products(), rows().bfloat16().requires_grad_(), reshard={"top": True})
+        self.assertExpectedInline(
+            str(graphs.before(InsertAllGather, "backward")),
+            """\
+backward(top: f32[8], low: f32[8], permute: bf16[4,3], permute_2: bf16[4,3], tangents_1: bf16[3,4])
+  top.weight: f32[4,4] = fsdp.unshard(top, 0)
+  low.weight: f32[4,4] = fsdp.unshard(low, 0)
+  convert_element_type_3: bf16[4,4] = prims.convert_element_type(top.weight, bf16)
+  permute_4: bf16[4,4] = permute(convert_element_type_3, [1, 0])
+  convert_element_type: bf16[4,4] = prims.convert_element_type(low.weight, bf16)
+  permute_5: bf16[4,4] = permute(convert_element_type, [1, 0])
+  mm_2: bf16[4,4] = mm(permute, tangents_1)
+  mm_3: bf16[3,4] = mm(tangents_1, permute_4)
+  convert_element_type_10: f32[4,4] = prims.convert_element_type(mm_2, f32)
+  top.grad: f32[8] = fsdp.reduce_gradient([convert_element_type_10], [0])
+  mm_4: bf16[4,4] = mm(permute_2, mm_3)
+  mm_5: bf16[3,4] = mm(mm_3, permute_5)
+  convert_element_type_15: f32[4,4] = prims.convert_element_type(mm_4, f32)
+  low.grad: f32[8] = fsdp.reduce_gradient([convert_element_type_15], [0])
+  return [low.grad, mm_5, top.grad]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(InsertAllGather, "backward")),
+            """\
+backward(top: f32[8], low: f32[8], permute: bf16[4,3], permute_2: bf16[4,3], tangents_1: bf16[3,4])
+  mm_2: bf16[4,4] = mm(permute, tangents_1)
+  top.pending: f32[16] = fsdp.all_gather(top)
+  top.gathered: f32[16] = fsdp.wait(top.pending)
+  top.weight: f32[4,4] = fsdp.view_out(top.gathered, 0)
+  convert_element_type_3: bf16[4,4] = prims.convert_element_type(top.weight, bf16)
+  permute_4: bf16[4,4] = permute(convert_element_type_3, [1, 0])
+  mm_3: bf16[3,4] = mm(tangents_1, permute_4)
+  convert_element_type_10: f32[4,4] = prims.convert_element_type(mm_2, f32)
+  top.grad: f32[8] = fsdp.reduce_gradient([convert_element_type_10], [0])
+  mm_4: bf16[4,4] = mm(permute_2, mm_3)
+  low.pending: f32[16] = fsdp.all_gather(low)
+  low.gathered: f32[16] = fsdp.wait(low.pending)
+  low.weight: f32[4,4] = fsdp.view_out(low.gathered, 0)
+  convert_element_type: bf16[4,4] = prims.convert_element_type(low.weight, bf16)
+  permute_5: bf16[4,4] = permute(convert_element_type, [1, 0])
+  mm_5: bf16[3,4] = mm(mm_3, permute_5)
+  convert_element_type_15: f32[4,4] = prims.convert_element_type(mm_4, f32)
+  low.grad: f32[8] = fsdp.reduce_gradient([convert_element_type_15], [0])
+  return [low.grad, mm_5, top.grad]""",
+        )
+
+    def test_frozen_and_trained_parameters_of_a_unit_are_gathered_apart(self):
+        graph = trace(Adapted(), rows()).after(InsertAllGather)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(root/bfloat16.cpu.frozen: bf16[8], primals_2: f32[3,4], root/float32.cpu: f32[8])
+  root/bfloat16.cpu.frozen.pending: bf16[16] = fsdp.all_gather(root/bfloat16.cpu.frozen)
+  root/bfloat16.cpu.frozen.gathered: bf16[16] = fsdp.wait(root/bfloat16.cpu.frozen.pending)
+  frozen: bf16[4,4] = fsdp.view_out(root/bfloat16.cpu.frozen.gathered, 0)
+  convert_element_type: f32[4,4] = prims.convert_element_type(frozen, f32)
+  mm: f32[3,4] = mm(primals_2, convert_element_type)
+  root/float32.cpu.pending: f32[16] = fsdp.all_gather(root/float32.cpu)
+  root/float32.cpu.gathered: f32[16] = fsdp.wait(root/float32.cpu.pending)
+  trained: f32[4,4] = fsdp.view_out(root/float32.cpu.gathered, 0)
+  mm_1: f32[3,4] = mm(primals_2, trained)
+  add: f32[3,4] = add(mm, mm_1)
+  permute: f32[4,3] = permute(primals_2, [1, 0])
+  return [add, permute]""",
+        )
+
+    def test_a_tied_weight_is_gathered_once(self):
+        graph = trace(tied(), rows()).after(InsertAllGather)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(encode: f32[8], primals_2: f32[3,4], mix: f32[8])
+  encode.pending: f32[16] = fsdp.all_gather(encode)
+  encode.gathered: f32[16] = fsdp.wait(encode.pending)
+  encode.weight: f32[4,4] = fsdp.view_out(encode.gathered, 0)
+  permute: f32[4,4] = permute(encode.weight, [1, 0])
+  mm: f32[3,4] = mm(primals_2, permute)
+  mix.pending: f32[16] = fsdp.all_gather(mix)
+  mix.gathered: f32[16] = fsdp.wait(mix.pending)
+  mix.weight: f32[4,4] = fsdp.view_out(mix.gathered, 0)
+  permute_1: f32[4,4] = permute(mix.weight, [1, 0])
+  mm_1: f32[3,4] = mm(mm, permute_1)
+  mm_2: f32[3,4] = mm(mm_1, permute)
+  return [mm_2, encode.weight, mix, primals_2, mm, mm_1]""",
+        )
+
+    def test_a_unit_that_is_computed_again_is_gathered_once_for_all_of_the_backward(self):
+        graph = trace(Checkpointed(first=linear(4, 4), second=linear(4, 4)), rows()).after(InsertAllGather, "backward")
+        self.assertExpectedInline(
+            str(graph),
+            """\
+backward(first: f32[8], second.weight: f32[4,4], primals_1: f32[3,4], sin: f32[3,4], tangents_1: f32[3,4])
+  permute_1: f32[4,4] = permute(second.weight, [1, 0])
+  mm_1: f32[3,4] = mm(sin, permute_1)
+  cos: f32[3,4] = cos(mm_1)
+  mul: f32[3,4] = mul(tangents_1, cos)
+  permute_2: f32[4,3] = permute(mul, [1, 0])
+  mm_2: f32[4,4] = mm(permute_2, sin)
+  permute_4: f32[4,4] = permute(permute_1, [1, 0])
+  mm_3: f32[3,4] = mm(mul, permute_4)
+  first.pending: f32[16] = fsdp.all_gather(first)
+  first.gathered: f32[16] = fsdp.wait(first.pending)
+  second.grad: f32[8] = fsdp.reduce_gradient([mm_2], [0])
+  first.weight: f32[4,4] = fsdp.view_out(first.gathered, 0)
+  permute: f32[4,4] = permute(first.weight, [1, 0])
+  mm: f32[3,4] = mm(primals_1, permute)
+  cos_1: f32[3,4] = cos(mm)
+  mul_1: f32[3,4] = mul(mm_3, cos_1)
+  permute_6: f32[4,3] = permute(mul_1, [1, 0])
+  mm_4: f32[4,4] = mm(permute_6, primals_1)
+  first.grad: f32[8] = fsdp.reduce_gradient([mm_4], [0])
+  return [None, first.grad, second.grad]""",
+        )
+
+    def test_0_d_parameters_are_whole_on_every_rank_and_need_no_gather(self):
+        graph = trace(Tempered(), rows()).after(InsertAllGather)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(mix: f32[8], primals_2: f32[3,4], temperature.shard: f32[4])
+  mix.pending: f32[16] = fsdp.all_gather(mix)
+  mix.gathered: f32[16] = fsdp.wait(mix.pending)
+  mix.weight: f32[4,4] = fsdp.view_out(mix.gathered, 0)
+  permute: f32[4,4] = permute(mix.weight, [1, 0])
+  mm: f32[3,4] = mm(primals_2, permute)
+  temperature: f32[] = fsdp.view_out(temperature.shard, 0)
+  mul: f32[3,4] = mul(mm, temperature)
+  return [mul, temperature.shard, primals_2, mm]""",
+        )
+
+    def test_without_gradients_there_is_one_graph(self):
+        with torch.no_grad():
+            graphs = trace(two_layers(), rows())
+        self.assertIsNone(graphs.graphs.backward)
+        self.assertExpectedInline(
+            str(graphs.after(InsertAllGather)),
+            """\
+forward(up: f32[16], arg1_1: f32[3,4], down: f32[8])
+  up.pending: f32[32] = fsdp.all_gather(up)
+  up.gathered: f32[32] = fsdp.wait(up.pending)
+  up.weight: f32[8,4] = fsdp.view_out(up.gathered, 0)
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  mm: f32[3,8] = mm(arg1_1, permute)
+  down.pending: f32[16] = fsdp.all_gather(down)
+  down.gathered: f32[16] = fsdp.wait(down.pending)
+  down.weight: f32[2,8] = fsdp.view_out(down.gathered, 0)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  mm_1: f32[3,2] = mm(mm, permute_1)
+  return [mm_1]""",
+        )
+
+    def test_a_graph_that_reads_no_shard_is_left_alone(self):
+        graph = trace(nn.Sequential(nn.Tanh()), rows().requires_grad_()).before(InsertAllGather)
+        self.assert_left_alone(graph, InsertAllGather())
+
+    def test_a_second_run_changes_nothing(self):
+        for grouped in (False, True):
+            for name in ("forward", "backward"):
+                graphs = trace(biased(), rows(), grouped=grouped, reshard={"down": True})
+                self.assert_left_alone(graphs.after(InsertAllGather, name), InsertAllGather(grouped))

@@ -1,0 +1,315 @@
+import torch
+import torch.fx
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_compile.passes.errors import PassError
+from fsdp_compile.passes.merge_gradients import MergeGradients
+from fsdp_compile.passes.partition_joint import Crossing, PartitionJoint
+from tests.passes.tiny import Checkpointed, linear, rows, three_layers, two_layers, two_products
+from tests.passes.tracing import Drawing, Pictures, trace
+
+
+class DroppedWeights(nn.Module):
+    """Dropout of a weight, whose result depends on the random numbers as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = linear(4, 4)
+
+    def forward(self, x):
+        return torch.sin(F.linear(torch.sin(x), F.dropout(self.mix.weight)))
+
+
+def last_line(graph):
+    return str(graph).splitlines()[-1].strip()
+
+
+class TestPartitionJoint(Pictures):
+    def test_shards_are_saved_and_the_backward_unshards_again(self):
+        graphs = trace(three_layers(), rows())
+        self.assertExpectedInline(
+            str(graphs.after(MergeGradients, "joint")),
+            """\
+joint(low: f32[8], primals_2: f32[3,4], mid: f32[8], top: f32[8], tangents_1: f32[3,4])
+  low.weight: f32[4,4] = fsdp.unshard(low, 0)
+  permute: f32[4,4] = permute(low.weight, [1, 0])
+  mm: f32[3,4] = mm(primals_2, permute)
+  mid.weight: f32[4,4] = fsdp.unshard(mid, 0)
+  permute_1: f32[4,4] = permute(mid.weight, [1, 0])
+  mm_1: f32[3,4] = mm(mm, permute_1)
+  top.weight: f32[4,4] = fsdp.unshard(top, 0)
+  permute_2: f32[4,4] = permute(top.weight, [1, 0])
+  mm_2: f32[3,4] = mm(mm_1, permute_2)
+  permute_3: f32[4,3] = permute(tangents_1, [1, 0])
+  mm_3: f32[4,4] = mm(permute_3, mm_1)
+  permute_5: f32[4,4] = permute(permute_2, [1, 0])
+  mm_4: f32[3,4] = mm(tangents_1, permute_5)
+  top.grad: f32[8] = fsdp.reduce_gradient([mm_3], [0])
+  permute_7: f32[4,3] = permute(mm_4, [1, 0])
+  mm_5: f32[4,4] = mm(permute_7, mm)
+  permute_9: f32[4,4] = permute(permute_1, [1, 0])
+  mm_6: f32[3,4] = mm(mm_4, permute_9)
+  mid.grad: f32[8] = fsdp.reduce_gradient([mm_5], [0])
+  permute_11: f32[4,3] = permute(mm_6, [1, 0])
+  mm_7: f32[4,4] = mm(permute_11, primals_2)
+  low.grad: f32[8] = fsdp.reduce_gradient([mm_7], [0])
+  return [mm_2, low.grad, None, mid.grad, top.grad]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint)),
+            """\
+forward(low: f32[8], primals_2: f32[3,4], mid: f32[8], top: f32[8])
+  low.weight: f32[4,4] = fsdp.unshard(low, 0)
+  mid.weight: f32[4,4] = fsdp.unshard(mid, 0)
+  top.weight: f32[4,4] = fsdp.unshard(top, 0)
+  permute: f32[4,4] = permute(low.weight, [1, 0])
+  mm: f32[3,4] = mm(primals_2, permute)
+  permute_1: f32[4,4] = permute(mid.weight, [1, 0])
+  mm_1: f32[3,4] = mm(mm, permute_1)
+  permute_2: f32[4,4] = permute(top.weight, [1, 0])
+  mm_2: f32[3,4] = mm(mm_1, permute_2)
+  return [mm_2, mid, top.weight, primals_2, mm, mm_1]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint, "backward")),
+            """\
+backward(mid: f32[8], top.weight: f32[4,4], primals_2: f32[3,4], mm: f32[3,4], mm_1: f32[3,4], tangents_1: f32[3,4])
+  mid.weight: f32[4,4] = fsdp.unshard(mid, 0)
+  permute_3: f32[4,3] = permute(tangents_1, [1, 0])
+  mm_3: f32[4,4] = mm(permute_3, mm_1)
+  permute_2: f32[4,4] = permute(top.weight, [1, 0])
+  permute_5: f32[4,4] = permute(permute_2, [1, 0])
+  mm_4: f32[3,4] = mm(tangents_1, permute_5)
+  top.grad: f32[8] = fsdp.reduce_gradient([mm_3], [0])
+  permute_7: f32[4,3] = permute(mm_4, [1, 0])
+  mm_5: f32[4,4] = mm(permute_7, mm)
+  permute_1: f32[4,4] = permute(mid.weight, [1, 0])
+  permute_9: f32[4,4] = permute(permute_1, [1, 0])
+  mm_6: f32[3,4] = mm(mm_4, permute_9)
+  mid.grad: f32[8] = fsdp.reduce_gradient([mm_5], [0])
+  permute_11: f32[4,3] = permute(mm_6, [1, 0])
+  mm_7: f32[4,4] = mm(permute_11, primals_2)
+  low.grad: f32[8] = fsdp.reduce_gradient([mm_7], [0])
+  return [low.grad, None, mid.grad, top.grad]""",
+        )
+
+    def test_a_unit_that_is_not_resharded_is_saved_whole(self):
+        graphs = trace(three_layers(), rows(), reshard={"mid": False, "top": True})
+        self.assertExpectedInline(
+            last_line(graphs.after(PartitionJoint)), """return [mm_2, mid.weight, top, primals_2, mm, mm_1]"""
+        )
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint, "backward")),
+            """\
+backward(mid.weight: f32[4,4], top: f32[8], primals_2: f32[3,4], mm: f32[3,4], mm_1: f32[3,4], tangents_1: f32[3,4])
+  top.weight: f32[4,4] = fsdp.unshard(top, 0)
+  permute_3: f32[4,3] = permute(tangents_1, [1, 0])
+  mm_3: f32[4,4] = mm(permute_3, mm_1)
+  permute_2: f32[4,4] = permute(top.weight, [1, 0])
+  permute_5: f32[4,4] = permute(permute_2, [1, 0])
+  mm_4: f32[3,4] = mm(tangents_1, permute_5)
+  top.grad: f32[8] = fsdp.reduce_gradient([mm_3], [0])
+  permute_7: f32[4,3] = permute(mm_4, [1, 0])
+  mm_5: f32[4,4] = mm(permute_7, mm)
+  permute_1: f32[4,4] = permute(mid.weight, [1, 0])
+  permute_9: f32[4,4] = permute(permute_1, [1, 0])
+  mm_6: f32[3,4] = mm(mm_4, permute_9)
+  mid.grad: f32[8] = fsdp.reduce_gradient([mm_5], [0])
+  permute_11: f32[4,3] = permute(mm_6, [1, 0])
+  mm_7: f32[4,4] = mm(permute_11, primals_2)
+  low.grad: f32[8] = fsdp.reduce_gradient([mm_7], [0])
+  return [low.grad, None, mid.grad, top.grad]""",
+        )
+
+    def test_the_last_unit_stays_unless_it_is_to_be_resharded(self):
+        def saved(**reshard):
+            return last_line(trace(three_layers(), rows(), reshard=reshard).after(PartitionJoint))
+
+        self.assertExpectedInline(saved(), """return [mm_2, mid, top.weight, primals_2, mm, mm_1]""")
+        self.assertExpectedInline(
+            saved(low=False, mid=False, top=False), """return [mm_2, mid.weight, top.weight, primals_2, mm, mm_1]"""
+        )
+        self.assertExpectedInline(
+            saved(low=True, mid=True, top=True), """return [mm_2, mid, top, primals_2, mm, mm_1]"""
+        )
+
+    def test_a_weight_cast_to_bf16_is_cast_again_in_the_backward(self):
+        graphs = trace(two_products(), rows().bfloat16().requires_grad_())
+        self.assertExpectedInline(
+            last_line(graphs.after(PartitionJoint)), """return [mm_1, top.weight, low, permute, permute_2]"""
+        )
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint, "backward")),
+            """\
+backward(top.weight: f32[4,4], low: f32[8], permute: bf16[4,3], permute_2: bf16[4,3], tangents_1: bf16[3,4])
+  low.weight: f32[4,4] = fsdp.unshard(low, 0)
+  convert_element_type_3: bf16[4,4] = prims.convert_element_type(top.weight, bf16)
+  permute_4: bf16[4,4] = permute(convert_element_type_3, [1, 0])
+  convert_element_type: bf16[4,4] = prims.convert_element_type(low.weight, bf16)
+  permute_5: bf16[4,4] = permute(convert_element_type, [1, 0])
+  mm_2: bf16[4,4] = mm(permute, tangents_1)
+  mm_3: bf16[3,4] = mm(tangents_1, permute_4)
+  convert_element_type_10: f32[4,4] = prims.convert_element_type(mm_2, f32)
+  top.grad: f32[8] = fsdp.reduce_gradient([convert_element_type_10], [0])
+  mm_4: bf16[4,4] = mm(permute_2, mm_3)
+  mm_5: bf16[3,4] = mm(mm_3, permute_5)
+  convert_element_type_15: f32[4,4] = prims.convert_element_type(mm_4, f32)
+  low.grad: f32[8] = fsdp.reduce_gradient([convert_element_type_15], [0])
+  return [low.grad, mm_5, top.grad]""",
+        )
+
+    def test_frozen_units_are_unsharded_again_and_have_no_gradient(self):
+        model = three_layers()
+        model.mid.requires_grad_(False)
+        self.assertExpectedInline(
+            str(trace(model, rows()).after(PartitionJoint, "backward")),
+            """\
+backward(mid: f32[8], top.weight: f32[4,4], primals_2: f32[3,4], mm_1: f32[3,4], tangents_1: f32[3,4])
+  mid.weight: f32[4,4] = fsdp.unshard(mid, 0)
+  permute_3: f32[4,3] = permute(tangents_1, [1, 0])
+  mm_3: f32[4,4] = mm(permute_3, mm_1)
+  permute_2: f32[4,4] = permute(top.weight, [1, 0])
+  permute_5: f32[4,4] = permute(permute_2, [1, 0])
+  mm_4: f32[3,4] = mm(tangents_1, permute_5)
+  top.grad: f32[8] = fsdp.reduce_gradient([mm_3], [0])
+  permute_1: f32[4,4] = permute(mid.weight, [1, 0])
+  permute_7: f32[4,4] = permute(permute_1, [1, 0])
+  mm_5: f32[3,4] = mm(mm_4, permute_7)
+  permute_8: f32[4,3] = permute(mm_5, [1, 0])
+  mm_6: f32[4,4] = mm(permute_8, primals_2)
+  low.grad: f32[8] = fsdp.reduce_gradient([mm_6], [0])
+  return [low.grad, None, None, top.grad]""",
+        )
+
+    def test_a_frozen_first_layer_is_not_needed_in_the_backward(self):
+        model = two_layers()
+        model.up.requires_grad_(False)
+        self.assertExpectedInline(last_line(trace(model, rows()).after(PartitionJoint)), """return [mm_1, mm]""")
+
+    def test_a_checkpointed_unit_is_computed_again_from_its_shard(self):
+        graphs = trace(Checkpointed(first=linear(4, 4), second=linear(4, 4)), rows())
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint)),
+            """\
+forward(primals_1: f32[3,4], first: f32[8], second: f32[8])
+  first.weight: f32[4,4] = fsdp.unshard(first, 0)
+  second.weight: f32[4,4] = fsdp.unshard(second, 0)
+  permute: f32[4,4] = permute(first.weight, [1, 0])
+  mm: f32[3,4] = mm(primals_1, permute)
+  sin: f32[3,4] = sin(mm)
+  permute_1: f32[4,4] = permute(second.weight, [1, 0])
+  mm_1: f32[3,4] = mm(sin, permute_1)
+  sin_1: f32[3,4] = sin(mm_1)
+  return [sin_1, first, second.weight, primals_1, sin]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint, "backward")),
+            """\
+backward(first: f32[8], second.weight: f32[4,4], primals_1: f32[3,4], sin: f32[3,4], tangents_1: f32[3,4])
+  first.weight: f32[4,4] = fsdp.unshard(first, 0)
+  permute_1: f32[4,4] = permute(second.weight, [1, 0])
+  mm_1: f32[3,4] = mm(sin, permute_1)
+  cos: f32[3,4] = cos(mm_1)
+  mul: f32[3,4] = mul(tangents_1, cos)
+  permute_2: f32[4,3] = permute(mul, [1, 0])
+  mm_2: f32[4,4] = mm(permute_2, sin)
+  permute_4: f32[4,4] = permute(permute_1, [1, 0])
+  mm_3: f32[3,4] = mm(mul, permute_4)
+  second.grad: f32[8] = fsdp.reduce_gradient([mm_2], [0])
+  permute: f32[4,4] = permute(first.weight, [1, 0])
+  mm: f32[3,4] = mm(primals_1, permute)
+  cos_1: f32[3,4] = cos(mm)
+  mul_1: f32[3,4] = mul(mm_3, cos_1)
+  permute_6: f32[4,3] = permute(mul_1, [1, 0])
+  mm_4: f32[4,4] = mm(permute_6, primals_1)
+  first.grad: f32[8] = fsdp.reduce_gradient([mm_4], [0])
+  return [None, first.grad, second.grad]""",
+        )
+
+    def test_what_follows_from_random_numbers_is_saved(self):
+        graphs = trace(DroppedWeights(), rows().requires_grad_())
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint)),
+            """\
+forward(primals_1: f32[3,4], root: f32[8])
+  mix.weight: f32[4,4] = fsdp.unshard(root, 0)
+  sin: f32[3,4] = sin(primals_1)
+  inductor_seeds_default: i64[1] = prims.inductor_seeds(1, cpu)
+  inductor_lookup_seed_default: i64[] = prims.inductor_lookup_seed(inductor_seeds_default, 0)
+  inductor_random_default: f32[4,4] = prims.inductor_random([4, 4], inductor_lookup_seed_default, rand)
+  gt: b8[4,4] = gt.Scalar(inductor_random_default, 0.5)
+  mul: f32[4,4] = mul(gt, mix.weight)
+  mul_1: f32[4,4] = mul(mul, 2.0)
+  permute: f32[4,4] = permute(mul_1, [1, 0])
+  mm: f32[3,4] = mm(sin, permute)
+  sin_1: f32[3,4] = sin(mm)
+  permute_3: f32[4,4] = permute(permute, [1, 0])
+  return [sin_1, primals_1, sin, gt, mm, permute_3]""",
+        )
+
+    def test_the_size_of_a_dynamic_batch_is_saved_last_and_taken_first(self):
+        x = rows()
+        torch._dynamo.mark_dynamic(x, 0)
+        graphs = trace(two_layers(), x)
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint)),
+            """\
+forward(up: f32[16], primals_2, primals_3: f32[s77,4], down: f32[8])
+  up.weight: f32[8,4] = fsdp.unshard(up, 0)
+  down.weight: f32[2,8] = fsdp.unshard(down, 0)
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  mm: f32[s77,8] = mm(primals_3, permute)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  mm_1: f32[s77,2] = mm(mm, permute_1)
+  return [mm_1, down.weight, primals_3, mm, primals_2]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint, "backward")),
+            """\
+backward(primals_2, down.weight: f32[2,8], primals_3: f32[s77,4], mm: f32[s77,8], tangents_1: f32[s77,2])
+  permute_2: f32[2,s77] = permute(tangents_1, [1, 0])
+  mm_2: f32[2,8] = mm(permute_2, mm)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  permute_4: f32[2,8] = permute(permute_1, [1, 0])
+  mm_3: f32[s77,8] = mm(tangents_1, permute_4)
+  down.grad: f32[8] = fsdp.reduce_gradient([mm_2], [0])
+  permute_6: f32[8,s77] = permute(mm_3, [1, 0])
+  mm_4: f32[8,4] = mm(permute_6, primals_3)
+  up.grad: f32[16] = fsdp.reduce_gradient([mm_4], [0])
+  return [up.grad, None, None, down.grad]""",
+        )
+
+    def test_a_graph_without_shards_is_cut_by_the_partitioner_alone(self):
+        graphs = trace(nn.Sequential(nn.Tanh()), rows().requires_grad_())
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint)),
+            """\
+forward(primals_1: f32[3,4])
+  tanh: f32[3,4] = tanh(primals_1)
+  return [tanh, tanh]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint, "backward")),
+            """\
+backward(tanh: f32[3,4], tangents_1: f32[3,4])
+  mul: f32[3,4] = mul(tanh, tanh)
+  sub: f32[3,4] = sub(1, mul)
+  mul_1: f32[3,4] = mul(tangents_1, sub)
+  return [mul_1]""",
+        )
+
+    def test_a_saved_value_that_the_backward_does_not_take_is_refused(self):
+        forward, backward = Drawing(), Drawing()
+        x = forward.input("x", 4)
+        saved = forward.call(torch.ops.aten.sin.default, x)
+        backward.input("cos", 4)
+        message = self.assert_raises(PassError, Crossing.of, forward.returns(x, saved).gm, backward.returns().gm, 1, {})
+        self.assertExpectedInline(
+            message,
+            """\
+the partitioner saved sin_default, which the backward does not take
+  %x : [num_users=2] = placeholder[target=x]
+> %sin_default : [num_users=1] = call_function[target=torch.ops.aten.sin.default](args = (%x,), kwargs = {})
+  return (x, sin_default)""",
+        )
