@@ -70,9 +70,7 @@ def run_on_ranks(
         raise
 
 
-def on_ranks(
-    *world_sizes: int, time_limit: float = TIME_LIMIT
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(*world_sizes: int, time_limit: float = TIME_LIMIT) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the body of a test on every rank, once per world size, which is its first parameter."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:

@@ -28,7 +28,12 @@ def batch_of_rank(model: nn.Module, step: int, rank: int | None = None) -> tuple
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
+    # A larger rate would show rounding: AdamW's steps have the size of the rate, however small the gradient.
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)  # unlike AdamW's, its steps show the scale of the gradients
 
 
 def train(

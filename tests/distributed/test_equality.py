@@ -1,0 +1,71 @@
+"""Ten steps of AdamW give the losses and parameters of the unsharded eager model."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_compile import fsdp_compile
+from tests.distributed.training import (
+    adamw,
+    assert_close,
+    assert_same_parameters,
+    mean_over_ranks,
+    train,
+    train_replicas,
+    train_unsharded,
+)
+from tests.models import MODELS, build
+from tests.ranks import on_ranks
+
+STEPS = range(10)
+NUM_GRAPHS = {"graph_break": 2}  # one for every other model
+ROW_WISE = [name for name in MODELS if name != "conv_net"]  # loss of a batch = mean of the losses of its parts
+
+all_backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+
+
+@pytest.mark.parametrize("name", ROW_WISE)
+@all_backends
+@on_ranks(2, 4)
+def test_training_equals_the_unsharded_model(world_size, backend, name):
+    expected, expected_losses = train_unsharded(name, STEPS)
+
+    model = fsdp_compile(build(name), backend=backend)
+    losses = train(model, adamw(model.parameters()), STEPS)
+
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model, expected)
+    assert len(model.graphs) == NUM_GRAPHS.get(name, 1)
+
+
+# Each rank's BatchNorm sees that rank's rows only, as in FSDP2 and DDP. So the exact reference is not the
+# model on the whole batch, but one unsharded model per rank, with averaged gradients and own statistics.
+@all_backends
+@on_ranks(2, 4)
+def test_training_with_batch_norm_equals_replicas_with_averaged_gradients(world_size, backend):
+    replicas, expected_losses = train_replicas("conv_net", STEPS)
+    expected = replicas[dist.get_rank()]
+
+    model = fsdp_compile(build("conv_net"), backend=backend)
+    losses = train(model, adamw(model.parameters()), STEPS)
+
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model, expected)
+    assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
+    assert not torch.equal(replicas[0].stem[1].running_mean, replicas[1].stem[1].running_mean)
+
+
+@on_ranks(2)
+def test_batch_norm_on_one_batch_shared_by_all_ranks_equals_the_unsharded_model(world_size):
+    def shared_batch(model, step):
+        return model.inputs(4, seed=step)
+
+    expected = build("conv_net")
+    expected_losses = train(expected, adamw(expected.parameters()), STEPS, batch=shared_batch)
+
+    model = fsdp_compile(build("conv_net"), backend="aot_eager")
+    losses = train(model, adamw(model.parameters()), STEPS, batch=shared_batch)
+
+    assert_close(losses, expected_losses)
+    assert_same_parameters(model, expected)
+    assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))

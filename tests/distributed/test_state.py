@@ -1,0 +1,200 @@
+"""state_dict, distributed checkpoints, and writing into parameters."""
+
+import copy
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import fsdp_compile, shard
+from tests.distributed.training import (
+    adamw,
+    assert_close,
+    assert_same_gradients,
+    assert_same_parameters,
+    batch_of_rank,
+    global_batch,
+    sgd,
+    train,
+    train_unsharded,
+)
+from tests.models import build
+from tests.ranks import on_ranks
+
+STEPS = range(4)
+compiled = functools.partial(fsdp_compile, backend="aot_eager")
+both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
+
+
+@on_ranks(2)
+def test_state_dict_has_the_original_names_and_dtensors(world_size):
+    expected, model = build("gpt").state_dict(), compiled(build("gpt")).state_dict()
+    assert list(model) == list(expected)
+    for name, value in model.items():
+        assert isinstance(value, DTensor), name
+        assert torch.equal(value.full_tensor(), expected[name]), name
+
+
+@on_ranks(2)
+def test_a_distributed_checkpoint_round_trips(world_size, tmp_path):
+    trained = compiled(build("gpt"))
+    train(trained, adamw(trained.parameters()), STEPS)
+    dcp.save({"model": trained.state_dict()}, checkpoint_id=tmp_path)
+
+    model = compiled(build("gpt", seed=1))
+    model(*batch_of_rank(model, 0)).backward()  # compiled before it is loaded
+    model.zero_grad()
+    state = model.state_dict()
+    dcp.load({"model": state}, checkpoint_id=tmp_path)
+    model.load_state_dict(state)
+
+    assert_same_parameters(model, trained)
+    held_out = batch_of_rank(model, 9)
+    with torch.no_grad():
+        assert torch.equal(model(*held_out), trained(*held_out))
+
+
+@on_ranks(2)
+def test_a_distributed_checkpoint_loads_into_the_unsharded_model(world_size, tmp_path):
+    model = compiled(build("odd_mlp"))
+    train(model, adamw(model.parameters()), STEPS)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
+
+    unsharded = build("odd_mlp", seed=1)
+    state = unsharded.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path)
+    unsharded.load_state_dict(state)
+    assert_same_parameters(model, unsharded)
+
+
+@both_front_ends
+@pytest.mark.parametrize("assign", [False, True])
+@on_ranks(2)
+def test_loading_another_models_state_trains_on_from_it(world_size, assign, front_end):
+    expected, _ = train_unsharded("odd_mlp", STEPS)
+    donor = shard(build("odd_mlp"))
+    model = front_end(build("odd_mlp", seed=1))
+    model(*batch_of_rank(model, 0)).backward()  # compiled before it is loaded
+    model.zero_grad()
+    model.load_state_dict(donor.state_dict(), assign=assign)
+    train(model, adamw(model.parameters()), STEPS)
+    assert_same_parameters(model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_writing_into_a_parameter_is_seen_by_the_next_call(world_size, front_end):
+    expected, model = build("odd_mlp"), front_end(build("odd_mlp"))
+    for network in (expected, model):
+        network(*batch_of_rank(network, 0))
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(0.5)
+    with torch.no_grad():
+        assert_close(model(*batch_of_rank(model, 1)), expected(*batch_of_rank(expected, 1)))
+
+
+@both_front_ends
+@on_ranks(2)
+def test_training_goes_on_from_a_checkpoint_of_model_and_optimizer(world_size, front_end, tmp_path):
+    def state_of(model, optimizer):
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        return {"model": model_state, "optimizer": optimizer_state}
+
+    expected, _ = train_unsharded("odd_parameters", range(6))
+    model = front_end(build("odd_parameters"))
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, range(3))
+    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path)
+
+    model = front_end(build("odd_parameters", seed=1))
+    optimizer = adamw(model.parameters())
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    train(model, optimizer, range(3, 6))
+    assert_same_parameters(model, expected)
+
+
+@on_ranks(2)
+def test_a_full_state_dict_goes_in_and_out(world_size):
+    expected = build("gpt").state_dict()
+    model = compiled(build("gpt", seed=1))
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, copy.deepcopy(expected), options=options)
+    state = get_model_state_dict(model, options=options)
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+# Conversions that replace the parameters' storage: the DTensors and the shards behind them still agree.
+
+
+@both_front_ends
+@on_ranks(2)
+def test_a_model_converted_after_sharding(world_size, front_end):
+    expected, model = build("odd_mlp").double(), front_end(build("odd_mlp"))
+    model(*batch_of_rank(model, 0)).backward()  # compiled for float32
+    model.zero_grad()
+    model.double()
+    for network, batch in ((expected, global_batch(expected, 1)), (model, batch_of_rank(model, 1))):
+        network(*(tensor.double() for tensor in batch)).backward()
+    assert_same_gradients(model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_a_model_made_on_the_meta_device_is_filled_after_sharding(world_size, front_end):
+    def fill(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+
+    expected = build("odd_mlp")
+    with torch.device("meta"):
+        model = build("odd_mlp")
+    front_end(model)
+    model.to_empty(device="cpu")
+    fill(model)
+    fill(expected)
+    train(expected, sgd(expected.parameters()), STEPS, batch=global_batch)
+    train(model, sgd(model.parameters()), STEPS)
+    assert_same_parameters(model, expected)
+
+
+@both_front_ends
+@pytest.mark.parametrize("is_called_before", [False, True])
+@on_ranks(2)
+def test_a_deep_copy_is_another_model(world_size, is_called_before, front_end):
+    trained, _ = train_unsharded("odd_mlp", STEPS)
+    model = front_end(build("odd_mlp"))
+    if is_called_before:
+        model(*batch_of_rank(model, 0)).backward()
+        model.zero_grad()
+    copied = copy.deepcopy(model)
+    train(copied, adamw(copied.parameters()), STEPS)
+    assert_same_parameters(copied, trained)
+    assert_same_parameters(model, build("odd_mlp"))
+
+
+@both_front_ends
+@on_ranks(2)
+def test_a_dropped_model_frees_its_parameters(world_size, front_end):
+    model = front_end(build("odd_mlp"))
+    model(*batch_of_rank(model, 0)).backward()
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert [reference() for reference in parameters] == [None] * len(parameters)

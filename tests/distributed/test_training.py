@@ -1,0 +1,298 @@
+"""Everything a training loop does with a sharded model equals the unsharded model, compiled or not."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import fsdp_compile, shard
+from tests.distributed.training import (
+    adamw,
+    assert_close,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_same_tensors,
+    batch_of_rank,
+    full,
+    full_gradients,
+    global_batch,
+    mean_over_ranks,
+    sgd,
+    train,
+    train_unsharded,
+)
+from tests.models import MODELS, build
+from tests.ranks import on_ranks
+
+STEPS = range(4)
+compiled = functools.partial(fsdp_compile, backend="aot_eager")
+both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "conv_net"])
+@on_ranks(2, 3)
+def test_a_sharded_model_trains_without_compilation(world_size, name):
+    expected, expected_losses = train_unsharded(name, STEPS)
+    model = shard(build(name))
+    losses = train(model, adamw(model.parameters()), STEPS)
+
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model, expected)
+
+
+@on_ranks(2)
+def test_torch_compile_with_the_backend_gives_the_same_graphs(world_size):
+    model = compiled(build("gpt"))
+    model(*batch_of_rank(model, 0)).backward()
+
+    sharded = shard(build("gpt"))
+    torch.compile(sharded, backend="fsdp")(*batch_of_rank(sharded, 0)).backward()
+
+    (graphs,), (sharded_graphs,) = model.graphs, sharded.graphs
+    assert str(sharded_graphs.forward) == str(graphs.forward)
+    assert str(sharded_graphs.backward) == str(graphs.backward)
+    assert sharded_graphs.schedule() == graphs.schedule()
+    assert_same_tensors(full_gradients(sharded), full_gradients(model))
+
+
+def evaluate(model, batch):
+    """The losses of calls without gradients, as they come between training steps."""
+    model.eval()
+    with torch.no_grad():
+        losses = [model(*batch)]
+    with torch.inference_mode():
+        losses.append(model(*batch).clone())
+    model.train()
+    with torch.no_grad():
+        losses.append(model(*batch))
+    return torch.stack([loss.detach() for loss in losses]).clone()
+
+
+@pytest.mark.parametrize(
+    ("front_end", "name"),
+    [(compiled, "gpt"), (compiled, "graph_break"), (shard, "gpt"), (fsdp_compile, "called_twice")],
+    ids=["aot_eager-gpt", "aot_eager-graph_break", "eager-gpt", "inductor-called_twice"],
+)
+@on_ranks(2)
+def test_calls_without_gradients_between_steps(world_size, front_end, name):
+    expected = build(name)
+    expected_optimizer = adamw(expected.parameters())
+    model = front_end(build(name))
+    optimizer = adamw(model.parameters())
+
+    for step in range(3):
+        held_out = batch_of_rank(expected, 100 + step)
+        assert_close(evaluate(model, held_out), evaluate(expected, held_out))
+        train(expected, expected_optimizer, [step], batch=global_batch)
+        train(model, optimizer, [step])
+    assert_same_parameters(model, expected)
+
+
+@on_ranks(2)
+def test_evaluation_updates_no_running_statistics(world_size):
+    expected = build("conv_net")
+    model = compiled(build("conv_net"))
+    for network in (expected, model):
+        train(network, adamw(network.parameters()), [0], batch=lambda model, step: model.inputs(4, seed=0))
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    held_out = model.inputs(4, seed=7)
+    model.eval(), expected.eval()
+    with torch.no_grad():
+        assert_close(model(*held_out), expected(*held_out))
+    assert_close(dict(model.named_buffers()), buffers)
+    assert_close(buffers, dict(expected.named_buffers()))
+
+
+@both_front_ends
+@on_ranks(2)
+def test_two_backward_calls_add_up(world_size, front_end):
+    expected = build("gpt")
+    model = front_end(build("gpt"))
+    for step in range(2):
+        expected(*global_batch(expected, step)).backward()
+        model(*batch_of_rank(model, step)).backward()
+    assert_same_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_two_forwards_before_two_backwards(world_size):
+    expected = build("gpt")
+    model = compiled(build("gpt"))
+    (expected(*global_batch(expected, 0)) * expected(*global_batch(expected, 1))).backward()
+    first, second = (model(*batch_of_rank(model, step)) for step in (0, 1))
+    # d(ab) = b da + a db, with the means over ranks as a and b: what the unsharded model differentiates
+    (first * mean_over_ranks(second.detach()) + mean_over_ranks(first.detach()) * second).backward()
+    assert_same_gradients(model, expected)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@both_front_ends
+@on_ranks(2)
+def test_zero_grad_in_both_modes(world_size, front_end, set_to_none):
+    expected = build("odd_mlp")
+    model = front_end(build("odd_mlp"))
+    model(*batch_of_rank(model, 0)).backward()
+    model.zero_grad(set_to_none=set_to_none)
+    for parameter in model.parameters():
+        assert parameter.grad is None if set_to_none else not full(parameter.grad).any()
+
+    expected(*global_batch(expected, 1)).backward()
+    model(*batch_of_rank(model, 1)).backward()
+    assert_same_gradients(model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_gradients_are_dtensors_laid_out_as_their_parameters(world_size, front_end):
+    model = front_end(build("odd_parameters"))
+    model(*batch_of_rank(model, 0)).backward()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        assert parameter.grad.placements == parameter.placements, name
+        assert parameter.grad.shape == parameter.shape, name
+        assert parameter.grad.to_local().shape == parameter.to_local().shape, name
+
+
+@both_front_ends
+@on_ranks(2, 4)
+def test_an_unused_parameter_keeps_no_gradient(world_size, front_end):
+    model = front_end(build("unused"))
+    for step in range(2):
+        model(*batch_of_rank(model, step)).backward()
+        without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+        assert without == ["spare.weight", "spare.bias"]
+
+
+class SometimesUsed(nn.Module):
+    """Which of two layers takes part depends on an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Linear(5, 3)
+        self.right = nn.Linear(5, 3)
+
+    def forward(self, x, use_left):
+        return (self.left(x) if use_left else self.right(x)).square().mean()
+
+
+@both_front_ends
+@on_ranks(2)
+def test_a_parameter_gets_a_gradient_in_the_steps_that_use_it(world_size, front_end):
+    expected = SometimesUsed()
+    model = front_end(copy.deepcopy(expected))
+    for step, use_left in enumerate([True, False, True]):
+        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+        expected.zero_grad()
+        model.zero_grad()
+        expected(x, use_left).backward()
+        model(x.chunk(2)[dist.get_rank()], use_left).backward()
+        assert_same_gradients(model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_hooks_of_the_user_run_on_the_parameters(world_size, front_end):
+    """Gradient hooks change what is stored; hooks after it may step: an optimizer in the backward."""
+    expected, model = build("odd_mlp"), front_end(build("odd_mlp"))
+    for network in (expected, model):
+        for parameter in network.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+            parameter.register_post_accumulate_grad_hook(step_and_clear)
+    for step in range(3):
+        expected(*global_batch(expected, step)).backward()
+        model(*batch_of_rank(model, step)).backward()
+    assert_same_parameters(model, expected)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@both_front_ends
+@on_ranks(2)
+def test_hooks_from_before_sharding_run_on_the_sharded_parameters(world_size, front_end):
+    expected, model = build("odd_mlp"), build("odd_mlp")
+    for network in (expected, model):
+        for parameter in network.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+            parameter.register_post_accumulate_grad_hook(step_and_clear)
+    front_end(model)
+    for step in range(3):
+        expected(*global_batch(expected, step)).backward()
+        model(*batch_of_rank(model, step)).backward()
+    assert_same_parameters(model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_a_parameter_frozen_after_sharding_gets_no_gradient(world_size, front_end):
+    expected, model = build("odd_mlp"), front_end(build("odd_mlp"))
+    for network in (expected, model):
+        network.layers[0].requires_grad_(False)
+    expected(*global_batch(expected, 0)).backward()
+    model(*batch_of_rank(model, 0)).backward()
+    assert_same_gradients(model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_a_gradient_that_was_kept_is_not_written_again(world_size, front_end):
+    model = front_end(build("odd_mlp"))
+    model(*batch_of_rank(model, 0)).backward()
+    kept = next(model.parameters()).grad
+    values = kept.to_local().clone()
+    model.zero_grad()
+    model(*batch_of_rank(model, 1)).backward()
+    assert torch.equal(kept.to_local(), values)
+
+
+def step_and_clear(parameter):
+    with torch.no_grad():
+        parameter.sub_(parameter.grad, alpha=0.05)
+    parameter.grad = None
+
+
+@both_front_ends
+@on_ranks(2)
+def test_gradients_reach_the_inputs(world_size, front_end):
+    expected, model = build("odd_mlp"), front_end(build("odd_mlp"))
+    x, target = global_batch(expected, 0)
+    x.requires_grad_()
+    expected(x, target).backward()
+
+    part, part_of_target = (tensor.detach() for tensor in batch_of_rank(model, 0))
+    part.requires_grad_()
+    model(part, part_of_target).backward()
+    assert_close(part.grad / world_size, x.grad.chunk(world_size)[dist.get_rank()])
+
+
+@both_front_ends
+@on_ranks(2)
+def test_another_batch_size_recompiles(world_size, front_end):
+    expected, model = build("gpt"), front_end(build("gpt"))
+    expected_optimizer, optimizer = sgd(expected.parameters()), sgd(model.parameters())
+
+    def tokens_of_rank(model, num_rows):
+        return tuple(tensor.chunk(world_size)[dist.get_rank()] for tensor in model.inputs(num_rows, seed=num_rows))
+
+    for num_rows in (4, 8, 12, 4):
+        train(
+            expected,
+            expected_optimizer,
+            [num_rows],
+            batch=lambda model, num_rows: model.inputs(num_rows, seed=num_rows),
+        )
+        train(model, optimizer, [num_rows], batch=tokens_of_rank)
+    assert_same_parameters(model, expected)
+
+
+@on_ranks(2)
+def test_fullgraph_compiles_one_graph_and_refuses_a_break(world_size):
+    model = compiled(build("gpt"), fullgraph=True)
+    model(*batch_of_rank(model, 0)).backward()
+    assert len(model.graphs) == 1
+
+    broken = compiled(build("graph_break"), fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        broken(*batch_of_rank(broken, 0))

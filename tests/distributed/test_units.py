@@ -1,0 +1,76 @@
+"""Every kind of policy: the same training, and the units that it names."""
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+from fsdp_compile import fsdp_compile
+from tests.distributed.training import (
+    adamw,
+    assert_close,
+    assert_same_parameters,
+    batch_of_rank,
+    mean_over_ranks,
+    train,
+    train_unsharded,
+)
+from tests.models import Block, build
+from tests.ranks import on_ranks
+
+STEPS = range(4)
+compiled = functools.partial(fsdp_compile, backend="aot_eager")
+
+
+def blocks_by_callable(module, recurse, nonwrapped_numel):
+    return recurse or isinstance(module, Block)
+
+
+POLICIES = {
+    "auto": lambda model: "auto",
+    "module_wrap": lambda model: ModuleWrapPolicy({Block}),
+    "custom": lambda model: CustomPolicy(lambda module: isinstance(module, Block)),
+    "size_based": lambda model: functools.partial(size_based_auto_wrap_policy, min_num_params=2000),
+    "transformer": lambda model: functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    "lambda": lambda model: functools.partial(
+        lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)
+    ),
+    "callable": lambda model: blocks_by_callable,
+    "classes": lambda model: [Block],
+    "modules": lambda model: list(model.blocks),
+    "fqn_globs": lambda model: ["blocks.?"],
+}
+BY_BLOCK = [name for name in POLICIES if name not in ("auto", "size_based")]
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@on_ranks(2)
+def test_every_kind_of_policy_trains_equal(world_size, policy):
+    expected, expected_losses = train_unsharded("gpt", STEPS)
+    model = build("gpt")
+    compiled(model, auto_wrap_policy=POLICIES[policy](model))
+    losses = train(model, adamw(model.parameters()), STEPS)
+
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model, expected)
+
+
+@on_ranks(2)
+def test_policies_that_name_the_blocks_give_the_same_graphs(world_size):
+    def forward_text(policy):
+        torch._dynamo.reset()  # all models share the code of one forward, which has a limit of recompilations
+        model = build("gpt")
+        compiled(model, auto_wrap_policy=POLICIES[policy](model))(*batch_of_rank(model, 0)).backward()
+        return str(model.graphs[0].forward)
+
+    text = forward_text("module_wrap")
+    assert "fsdp.all_gather(blocks.0)" in text
+    assert "fsdp.all_gather(blocks.1)" in text
+    assert [policy for policy in BY_BLOCK if forward_text(policy) != text] == []
