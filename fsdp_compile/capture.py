@@ -22,7 +22,7 @@ from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
 from .passes import ops
 from .passes.pipeline import Pipeline
-from .runtime.fences import Fences
+from .runtime.inductor import Fences
 
 Received = Sequence[tuple[str, Sequence[int]]]
 """For every bucket, the offsets of the parameters that a backward computes gradients for."""

@@ -16,13 +16,14 @@ the grouped form sends one message per parameter in one call, and needs none:
     all_gather(shard), all_gather_grouped(shard)      pending; all ranks' shards, one after another
     wait(pending)                                     the buffer, ready
     copy_out(gathered, ...), view_out(gathered, ...)  one full parameter, as a new tensor or as a view
+    store(value)                                      the value itself, in memory rather than computed where it is read
     free(full)                                        the end of the life of a gathered buffer or a full parameter
     pack(gradients, ...)                              full gradients in the layout that reduce_scatter reads
     reduce_scatter(packed), reduce_scatter_grouped(gradients), all_reduce(gradient)
                                                       pending; the shard's gradient
 
-The operators have fake implementations (shapes); `unshard` and `reduce_gradient` also run, by the kernels in
-`fsdp_compile.runtime`. The others never run.
+The operators have fake implementations (shapes); `unshard`, `reduce_gradient` and `store` also run, by the
+kernels in `fsdp_compile.runtime`. The others never run.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ for _schema in (
     "wait(Tensor pending) -> Tensor",
     f"copy_out(Tensor gathered, {_PARAMETER}) -> Tensor",
     f"view_out(Tensor(a) gathered, {_PARAMETER}) -> Tensor(a)",
+    "store(Tensor(a) value) -> Tensor(a)",
     "free(Tensor full) -> ()",
     f"pack({_GRADIENTS}, int world_size) -> Tensor",
     f"reduce_scatter(Tensor packed, str bucket, {_SHARD_GROUP}, str reduction) -> Tensor",
@@ -65,6 +67,7 @@ ALL_GATHER_GROUPED = torch.ops.fsdp.all_gather_grouped.default
 WAIT = torch.ops.fsdp.wait.default
 COPY_OUT = torch.ops.fsdp.copy_out.default
 VIEW_OUT = torch.ops.fsdp.view_out.default
+STORE = torch.ops.fsdp.store.default
 FREE = torch.ops.fsdp.free.default
 PACK = torch.ops.fsdp.pack.default
 REDUCE_SCATTER = torch.ops.fsdp.reduce_scatter.default
@@ -135,6 +138,11 @@ def _(gathered: torch.Tensor, parameter: str, offset: int, shape: list[int], wor
 @_fake("view_out")
 def _(gathered: torch.Tensor, parameter: str, offset: int, shape: list[int], world_size: int) -> torch.Tensor:
     return gathered[: math.prod(shape)].view(shape)
+
+
+@_fake("store")
+def _(value: torch.Tensor) -> torch.Tensor:
+    return value.view_as(value)
 
 
 @_fake("free")

@@ -2,7 +2,7 @@
 
     joint graph          merge_unshards, merge_gradients, partition_joint
     forward, backward    insert_all_gather, insert_reduce_scatter, insert_free, prefetch_all_gather,
-                         delay_reduce_scatter_wait, lower_collectives, pin_matmuls
+                         delay_reduce_scatter_wait, end_lives, lower_collectives, pin_matmuls
 
 A graph without a backward (no_grad, inference) runs through the first pass and the second row.
 """
@@ -17,6 +17,7 @@ from typing import Protocol
 import torch.fx
 
 from .delay_reduce_scatter_wait import DelayReduceScatterWait
+from .end_lives import EndLives
 from .errors import PassError, VerifyError
 from .insert_all_gather import InsertAllGather
 from .insert_free import InsertFree
@@ -77,6 +78,7 @@ class Pipeline:
                 InsertFree(),
                 PrefetchAllGather(distance),
                 DelayReduceScatterWait(min(distance, 1)),
+                EndLives(),
             )
 
         return cls(

@@ -42,6 +42,7 @@ _SHOWN: dict[Any, tuple[str, ...]] = {  # of the arguments of our operators, tho
     ops.WAIT: ("pending",),
     ops.COPY_OUT: ("gathered", "offset"),
     ops.VIEW_OUT: ("gathered", "offset"),
+    ops.STORE: ("value",),
     ops.FREE: ("full",),
     ops.PACK: ("gradients", "offsets"),
     ops.REDUCE_SCATTER: ("packed",),

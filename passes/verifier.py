@@ -55,10 +55,10 @@ def verify(gm: torch.fx.GraphModule, *, signature: Signature | None = None, free
 
 
 def verify_lowered(gm: torch.fx.GraphModule, *, signature: Signature | None = None) -> None:
-    """Raise `VerifyError` unless 1 and 3 of `verify` hold and no operator of the dialect is left."""
+    """Raise `VerifyError` unless 1 and 3 of `verify` hold and of the dialect no operator but `store` is left."""
     _lint(gm.graph)
     for node in gm.graph.nodes:
-        _require(not ops.is_dialect(node), "is left after lowering", node)
+        _require(not ops.is_dialect(node) or ops.is_call(node, ops.STORE), "is left after lowering", node)
     if signature is not None and Signature.of(gm) != signature:
         raise VerifyError(f"inputs or outputs changed from {signature} to {Signature.of(gm)}")
 
@@ -148,7 +148,9 @@ def _all_freed(graph: torch.fx.Graph) -> None:
         _require(ops.is_call(end, ops.FREE), "is not freed", buffer)
         last = max(position[use] for use in _uses(buffer) if use is not end)
         gap = [node for node in graph.nodes if last < position[node] < position[end]]
-        _require(all(ops.is_call(node, ops.FREE) for node in gap), f"is freed late: {gap} come first", buffer)
+        _require(
+            all(ops.is_call(node, ops.FREE, ops.STORE) for node in gap), f"is freed late: {gap} come first", buffer
+        )
 
 
 def _uses(buffer: torch.fx.Node) -> set[torch.fx.Node]:

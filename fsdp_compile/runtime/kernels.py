@@ -72,5 +72,6 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 
 
 ops.LIBRARY.impl("unshard", _unshard, "CompositeExplicitAutograd")
+ops.LIBRARY.impl("store", lambda value: value.view_as(value), "CompositeExplicitAutograd")
 ops.LIBRARY.impl("reduce_gradient", _reduce_gradient, "CompositeExplicitAutograd")
 torch.library.register_autograd("fsdp::unshard", _unshard_backward, setup_context=_setup_context, lib=ops.LIBRARY)

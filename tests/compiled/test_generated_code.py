@@ -13,6 +13,7 @@ from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fsdp_compile
+from fsdp_compile.passes import ops
 from tests.models import build
 
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "convolution"}
@@ -34,9 +35,18 @@ def four_ranks():
     dist.destroy_process_group()
 
 
+def name_of(node):
+    """The name of the operator; a collective of our dialect counts as what it is lowered to."""
+    if ops.is_all_gather(node):
+        return "all_gather_into_tensor"
+    if ops.is_reduction(node):
+        return "reduce_scatter_tensor"
+    return node.target._schema.name.partition("::")[2] if hasattr(node.target, "_schema") else ""
+
+
 def order_in_graph(gm):
     """The collectives, waits and matmuls of a lowered graph, in order."""
-    names = [node.target._schema.name.partition("::")[2] for node in gm.graph.nodes if hasattr(node.target, "_schema")]
+    names = [name_of(node) for node in gm.graph.nodes]
     return [name for name in names if name in MATMULS | COLLECTIVES]
 
 
@@ -78,8 +88,63 @@ def test_grouped_gathers_copy_nothing():
     calls = re.findall(r"all_gather_into_tensor_coalesced\.default\(\[(.*?)\], ", forward)
     assert calls
     for arguments in calls:
-        assert re.fullmatch(r"(reinterpret_tensor\(primals_\d+, .*?\)|primals_\d+)(, (?:reinterpret.*|primals.*))*", arguments)
+        assert re.fullmatch(
+            r"(reinterpret_tensor\(primals_\d+, .*?\)|primals_\d+)(, (?:reinterpret.*|primals.*))*", arguments
+        )
         assert "buf" not in arguments
     weights = [line for line in forward.splitlines() if re.search(r"extern_kernels\.(mm|addmm)\(", line)]
     waited = set(re.findall(r"wait_tensor\.default\((\w+)\)", forward))
     assert all(waited & set(re.findall(r"\w+", line)) for line in weights)
+
+
+@pytest.mark.parametrize("lowering", ["packed", "grouped"])
+def test_gathered_buffers_are_dead_where_the_schedule_frees_them(lowering):
+    """No kernel reads a gathered buffer after the next matmul that follows its last free."""
+    model = fsdp_compile(build("gpt"), collective_lowering=lowering, reshard_after_forward=True)
+    inputs = model.inputs(2, seed=0)
+    _, codes = run_fw_bw_and_get_code(lambda: model(*inputs))
+    for code, side in zip(codes, (model.graphs[0].forward, model.graphs[0].backward), strict=True):
+        lives_in_code = lives_of_buffers(code)
+        lives_in_graph = lives_of_gathers(side.graph)
+        assert len(lives_in_code) == len(lives_in_graph) > 0
+        for in_code, in_graph in zip(lives_in_code, lives_in_graph, strict=True):
+            assert in_code <= in_graph
+
+
+def steps(names):
+    """For each name, how many matmuls stand before it."""
+    count = 0
+    for name in names:
+        yield count
+        count += name in MATMULS
+
+
+def lives_of_buffers(code):
+    """For every gather in the code, in order, the step in which its buffers are read for the last time."""
+    lines = [
+        line for line in code[code.index("def call(") :].splitlines() if "assert" not in line and "del " not in line
+    ]
+    calls = [order_in_code("def call(\n" + line) for line in lines]
+    step_of_line = list(steps(call[0] if call else "" for call in calls))
+    lives = []
+    for index, line in enumerate(lines):
+        if gathered := re.match(r"\s*(buf\d+) = torch\.ops\._c10d_functional\.all_gather_into_tensor", line):
+            names = {gathered[1]}
+            names |= {m[1] for other in lines if (m := re.match(rf"\s*(buf\d+) = {gathered[1]}\[\d+\]", other))}
+            reads = [i for i, other in enumerate(lines) if i > index and names & set(re.findall(r"buf\d+", other))]
+            lives.append(step_of_line[reads[-1]])
+    return lives
+
+
+def lives_of_gathers(graph):
+    """For every gather of a schedule, in order, the step in which the last of what was gathered is freed."""
+    nodes = list(graph.nodes)
+    step_of_node = dict(zip(nodes, steps(name_of(node) for node in nodes), strict=True))
+    lives = []
+    for node in nodes:
+        if ops.is_all_gather(node):
+            (wait,) = node.users
+            buffers = [wait, *(out for out in wait.users if ops.is_call(out, ops.COPY_OUT))]
+            frees = [user for buffer in buffers for user in buffer.users if ops.is_call(user, ops.FREE)]
+            lives.append(max(step_of_node[free] for free in frees))
+    return lives

@@ -1,0 +1,74 @@
+"""End lives: no kernel reads a full buffer after its free, not even by computing a value from it once more.
+
+    Before   e = embedding(w, i); free(w); y = mm(e, v); z = add(e, y)
+    After    e = store(embedding(w, i)); free(w); y = mm(e, v); z = add(e, y)
+    Needs    frees in their final places (insert_free)
+    Keeps    values, order
+    Cost     O(nodes)
+
+Inductor computes cheap values where they are needed, more than once if need be: an embedding that a residual connection
+reads later would be looked up again, in a buffer that should be gone. A value that follows from a full buffer by light
+operators, and is read after the next heavy operator behind the buffer's free, is stored in memory instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+from . import analysis, ops
+
+_RECOMPUTED = (ops.COPY_OUT, torch.ops.aten.embedding.default, torch.ops.aten.clone.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class EndLives:
+    def __call__(self, gm: torch.fx.GraphModule) -> None:
+        for value in values_to_store(gm.graph):
+            users = list(value.users)
+            with gm.graph.inserting_before(value.next):
+                stored = ops.call(gm.graph, ops.STORE, value, like=value)
+            for user in users:
+                user.replace_input_with(value, stored)
+
+
+def values_to_store(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The values that follow from a full buffer by light operators and are read after the next heavy one behind its free."""
+    position = analysis.positions(graph)
+    found: dict[torch.fx.Node, None] = {}
+    for free in graph.nodes:
+        if ops.is_call(free, ops.FREE):
+            end = position[_next_heavy(free)]
+            for value in _computed_from(free.args[0], end, position):
+                if any(position[user] > end for user in value.users) and not analysis.is_alias(value):
+                    found[value] = None
+    return list(found)
+
+
+def _next_heavy(node: torch.fx.Node) -> torch.fx.Node:
+    """The next heavy operator after `node`."""
+    while node.op != "output" and not analysis.is_heavy(node):
+        node = node.next
+    return node
+
+
+def _computed_from(buffer: Any, end: int, position: Mapping[torch.fx.Node, int]) -> list[torch.fx.Node]:
+    """What follows from `buffer`, before position `end`, by operators that Inductor computes again at will."""
+    found = [buffer]
+    for value in found:
+        found += [
+            user
+            for user in value.users
+            if user not in found and position[user] < end and (_is_light(user) or analysis.is_alias(user))
+        ]
+    return found[1:]
+
+
+def _is_light(node: torch.fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return ops.is_call(node, *_RECOMPUTED) or torch.Tag.pointwise in node.target.tags
