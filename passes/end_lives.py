@@ -42,11 +42,25 @@ def values_to_store(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     found: dict[torch.fx.Node, None] = {}
     for free in graph.nodes:
         if ops.is_call(free, ops.FREE):
-            end = position[_next_heavy(free)]
-            for value in _computed_from(free.args[0], end, position):
-                if any(position[user] > end for user in value.users) and not analysis.is_alias(value):
-                    found[value] = None
+            found |= dict.fromkeys(_read_late(free.args[0], position[_next_heavy(free)], position))
     return list(found)
+
+
+def _read_late(buffer: Any, end: int, position: Mapping[torch.fx.Node, int]) -> list[torch.fx.Node]:
+    """What Inductor would compute from `buffer` again at position `end` or later; not what follows from such values."""
+    late = []
+    followed = [buffer]
+    for value in followed:
+        readers = [user for user in value.users if not ops.is_call(user, ops.FREE)]
+        if value is not buffer and not analysis.is_alias(value) and any(position[reader] > end for reader in readers):
+            late.append(value)
+            continue
+        followed += [
+            reader
+            for reader in readers
+            if reader not in followed and position[reader] < end and (_is_light(reader) or analysis.is_alias(reader))
+        ]
+    return late
 
 
 def _next_heavy(node: torch.fx.Node) -> torch.fx.Node:
@@ -54,18 +68,6 @@ def _next_heavy(node: torch.fx.Node) -> torch.fx.Node:
     while node.op != "output" and not analysis.is_heavy(node):
         node = node.next
     return node
-
-
-def _computed_from(buffer: Any, end: int, position: Mapping[torch.fx.Node, int]) -> list[torch.fx.Node]:
-    """What follows from `buffer`, before position `end`, by operators that Inductor computes again at will."""
-    found = [buffer]
-    for value in found:
-        found += [
-            user
-            for user in value.users
-            if user not in found and position[user] < end and (_is_light(user) or analysis.is_alias(user))
-        ]
-    return found[1:]
 
 
 def _is_light(node: torch.fx.Node) -> bool:
