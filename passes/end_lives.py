@@ -37,7 +37,7 @@ class EndLives:
 
 
 def values_to_store(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The values that follow from a full buffer by light operators and are read after the next heavy one behind its free."""
+    """The values that follow from a full buffer by light operators and are read after the next heavy one."""
     position = analysis.positions(graph)
     found: dict[torch.fx.Node, None] = {}
     for free in graph.nodes:
