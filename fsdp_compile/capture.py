@@ -62,7 +62,9 @@ class Capture:
             compiled = compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph)
             return self._noting(compiled, partitioner.received) if kwargs.get("is_backward") else compiled
 
-        patches = {**_KEEP_SCHEDULE, "custom_partitioner_fn": partitioner, **self.options}
+        patches = {"custom_partitioner_fn": partitioner, **self.options}
+        if any(ops.is_call(node, ops.UNSHARD) for node in gm.graph.nodes):
+            patches |= _KEEP_SCHEDULE
         if not self.generates_code:
             patches["fallback_random"] = True  # the random numbers of eager
         # A hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`.

@@ -52,13 +52,14 @@ class FlatShard:
         return shard
 
     def check_views(self, mesh: DeviceMesh) -> None:
-        """See that every parameter still is a view into the shard; take over values that were moved elsewhere.
+        """Before a forward, see that every parameter is a view into the shard; take over values moved elsewhere.
 
         `to_empty`, `.to(dtype)` or `load_state_dict(assign=True)` give the parameters storage of their own.
 
         Raises:
             ConfigError: a parameter was replaced by something that cannot take its place in the shard.
         """
+        self.received.clear()  # what a backward noted that ended in an exception
         self.parameters = [self._current(index) for index in range(len(self.parameters))]
         if all(
             self._is_view(slot, parameter) for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
