@@ -13,6 +13,7 @@ import expecttest
 import torch
 import torch.fx
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from fsdp_compile.capture import capture_only
 from fsdp_compile.graphs import RewrittenGraphs
@@ -49,6 +50,7 @@ class Graph:
         """The graph that `step` makes of this one, which stays as it is."""
         gm = copy_of(self.gm)
         step(gm)
+        gm.recompile()
         return Graph(self.name, gm)
 
 
@@ -88,7 +90,8 @@ def trace(
         steps.append((step, Graph(name, copy_of(gm))))
 
     pipeline = Pipeline.of(observer=observe, **options)
-    pipeline = dataclasses.replace(pipeline, joint=(Captured(), *pipeline.joint))
+    if torch.is_grad_enabled():  # without gradients only the first pass of a joint graph runs
+        pipeline = dataclasses.replace(pipeline, joint=(Captured(), *pipeline.joint))
     shards, copies = Axis(world_size, "shard"), Axis(replicas, "replicate" if replicas > 1 else "")
     everyone = Axis(world_size * replicas, "world")
     layouts = lay_out(find_units(model, policy), shards, copies, everyone, reduction)
@@ -105,10 +108,12 @@ class Drawing:
 
     def __init__(self) -> None:
         self.graph = torch.fx.Graph()
+        self.mode = FakeTensorMode()
 
     def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.fx.Node:
         node = self.graph.placeholder(name)
-        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        with self.mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
         return node
 
     def call(self, target: Any, *args: Any) -> torch.fx.Node:

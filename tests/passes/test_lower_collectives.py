@@ -1,0 +1,361 @@
+import torch
+from torch import nn
+
+from fsdp_compile.capture import Capture
+from fsdp_compile.layout import Axis, lay_out
+from fsdp_compile.passes import ops
+from fsdp_compile.passes.errors import VerifyError
+from fsdp_compile.passes.lower_collectives import LowerCollectives
+from fsdp_compile.passes.pipeline import Pipeline
+from fsdp_compile.passes.verifier import verify_lowered
+from fsdp_compile.reading import reading_copy
+from fsdp_compile.units import find_units
+from tests.models import build
+from tests.passes.tiny import (
+    Adapted,
+    CalledTwice,
+    Chain,
+    Checkpointed,
+    Tempered,
+    biased,
+    linear,
+    rows,
+    tied,
+    two_layers,
+    two_products,
+)
+from tests.passes.tracing import Drawing, Pictures, trace
+
+
+class TestLowerCollectives(Pictures):
+    def test_packed_gathers_become_one_message_and_copies(self):
+        graphs = trace(Chain(up=nn.Linear(4, 8)), rows(), reshard={"root": True})
+        self.assertExpectedInline(
+            str(graphs.before(LowerCollectives)),
+            """\
+forward(root: f32[20], primals_2: f32[3,4])
+  root.pending: f32[40] = fsdp.all_gather(root)
+  root.gathered: f32[40] = fsdp.wait(root.pending)
+  up.weight: f32[8,4] = fsdp.copy_out(root.gathered, 0)
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  up.bias: f32[8] = fsdp.copy_out(root.gathered, 16)
+  fsdp.free(root.gathered)
+  addmm: f32[3,8] = addmm(up.bias, primals_2, permute)
+  fsdp.free(up.bias)
+  fsdp.free(up.weight)
+  return [addmm, primals_2]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(LowerCollectives)),
+            """\
+forward(primals_1: f32[20], primals_2: f32[3,4])
+  all_gather_into_tensor_default: f32[40] = _c10d_functional.all_gather_into_tensor(primals_1, 2, shard)
+  wait_tensor_default: f32[40] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+  view_default: f32[2,20] = view(wait_tensor_default, [2, 20])
+  slice_tensor: f32[2,16] = slice(view_default, 1, 0, 16)
+  clone_default: f32[2,16] = clone(slice_tensor, memory_format=torch.contiguous_format)
+  view_default_1: f32[8,4] = view(clone_default, [8, 4])
+  permute: f32[4,8] = permute(view_default_1, [1, 0])
+  view_default_2: f32[2,20] = view(wait_tensor_default, [2, 20])
+  slice_tensor_1: f32[2,4] = slice(view_default_2, 1, 16, 20)
+  clone_default_1: f32[2,4] = clone(slice_tensor_1, memory_format=torch.contiguous_format)
+  view_default_3: f32[8] = view(clone_default_1, [8])
+  addmm: f32[3,8] = addmm(view_default_3, primals_2, permute)
+  return [addmm, primals_2]""",
+        )
+
+    def test_packed_gradients_become_one_message(self):
+        graphs = trace(Chain(up=nn.Linear(4, 8)), rows())
+        self.assertExpectedInline(
+            str(graphs.before(LowerCollectives, "backward")),
+            """\
+backward(primals_2: f32[3,4], tangents_1: f32[3,8])
+  permute_1: f32[8,3] = permute(tangents_1, [1, 0])
+  mm: f32[8,4] = mm(permute_1, primals_2)
+  sum_1: f32[1,8] = sum.dim_IntList(tangents_1, [0], True)
+  view: f32[8] = view(sum_1, [8])
+  root.packed: f32[40] = fsdp.pack([mm, view], [0, 16])
+  root.grad.pending: f32[20] = fsdp.reduce_scatter(root.packed)
+  root.grad: f32[20] = fsdp.wait(root.grad.pending)
+  return [root.grad, None]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(LowerCollectives, "backward")),
+            """\
+backward(primals_2: f32[3,4], tangents_1: f32[3,8])
+  permute_1: f32[8,3] = permute(tangents_1, [1, 0])
+  mm: f32[8,4] = mm(permute_1, primals_2)
+  sum_1: f32[1,8] = sum.dim_IntList(tangents_1, [0], True)
+  view: f32[8] = view(sum_1, [8])
+  view_default: f32[32] = view(mm, [32])
+  view_default_1: f32[2,16] = view(view_default, [2, 16])
+  view_default_2: f32[8] = view(view, [8])
+  view_default_3: f32[2,4] = view(view_default_2, [2, 4])
+  cat_default: f32[2,20] = cat([view_default_1, view_default_3], 1)
+  view_default_4: f32[40] = view(cat_default, [40])
+  reduce_scatter_tensor_default: f32[20] = _c10d_functional.reduce_scatter_tensor(view_default_4, avg, 2, shard)
+  wait_tensor_default: f32[20] = _c10d_functional.wait_tensor(reduce_scatter_tensor_default)
+  return [wait_tensor_default, None]""",
+        )
+
+    def test_a_grouped_gather_is_one_call_without_copies(self):
+        graph = trace(Chain(up=nn.Linear(4, 8)), rows(), grouped=True).after(LowerCollectives)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(primals_1: f32[20], primals_2: f32[3,4])
+  slice_tensor: f32[16] = slice(primals_1, 0, 0, 16)
+  slice_tensor_1: f32[4] = slice(primals_1, 0, 16, 20)
+  all_gather_into_tensor_coalesced_default = _c10d_functional.all_gather_into_tensor_coalesced([slice_tensor, slice_tensor_1], 2, shard)
+  getitem: f32[32] = getitem(all_gather_into_tensor_coalesced_default, 0)
+  getitem_1: f32[8] = getitem(all_gather_into_tensor_coalesced_default, 1)
+  wait_tensor_default: f32[32] = _c10d_functional.wait_tensor(getitem)
+  wait_tensor_default_1: f32[8] = _c10d_functional.wait_tensor(getitem_1)
+  view_default: f32[8,4] = view(wait_tensor_default, [8, 4])
+  permute: f32[4,8] = permute(view_default, [1, 0])
+  view_default_1: f32[8] = view(wait_tensor_default_1, [8])
+  addmm: f32[3,8] = addmm(view_default_1, primals_2, permute)
+  return [addmm, primals_2]""",  # noqa: E501
+        )
+
+    def test_a_grouped_reduction_is_one_call_and_puts_the_pieces_into_place(self):
+        graph = trace(Chain(up=nn.Linear(4, 8)), rows(), grouped=True).after(LowerCollectives, "backward")
+        self.assertExpectedInline(
+            str(graph),
+            """\
+backward(primals_2: f32[3,4], tangents_1: f32[3,8])
+  permute_1: f32[8,3] = permute(tangents_1, [1, 0])
+  mm: f32[8,4] = mm(permute_1, primals_2)
+  sum_1: f32[1,8] = sum.dim_IntList(tangents_1, [0], True)
+  view: f32[8] = view(sum_1, [8])
+  view_default: f32[32] = view(mm, [32])
+  view_default_1: f32[8] = view(view, [8])
+  reduce_scatter_tensor_coalesced_default = _c10d_functional.reduce_scatter_tensor_coalesced([view_default, view_default_1], avg, 2, shard)
+  getitem: f32[16] = getitem(reduce_scatter_tensor_coalesced_default, 0)
+  getitem_1: f32[4] = getitem(reduce_scatter_tensor_coalesced_default, 1)
+  wait_tensor_default: f32[16] = _c10d_functional.wait_tensor(getitem)
+  wait_tensor_default_1: f32[4] = _c10d_functional.wait_tensor(getitem_1)
+  view_default_2: f32[1,16] = view(wait_tensor_default, [1, 16])
+  view_default_3: f32[1,4] = view(wait_tensor_default_1, [1, 4])
+  cat_default: f32[1,20] = cat([view_default_2, view_default_3], 1)
+  view_default_4: f32[20] = view(cat_default, [20])
+  return [view_default_4, None]""",  # noqa: E501
+        )
+
+    def test_the_only_parameter_of_a_bucket_is_not_copied(self):
+        graph = trace(two_layers(), rows(), reshard={"down": True}).after(LowerCollectives)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(primals_1: f32[16], primals_2: f32[3,4], primals_3: f32[8])
+  all_gather_into_tensor_default: f32[32] = _c10d_functional.all_gather_into_tensor(primals_1, 2, shard)
+  all_gather_into_tensor_default_1: f32[16] = _c10d_functional.all_gather_into_tensor(primals_3, 2, shard)
+  wait_tensor_default: f32[32] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+  view_default: f32[8,4] = view(wait_tensor_default, [8, 4])
+  permute: f32[4,8] = permute(view_default, [1, 0])
+  mm: f32[3,8] = mm(primals_2, permute)
+  wait_tensor_default_1: f32[16] = _c10d_functional.wait_tensor(all_gather_into_tensor_default_1)
+  view_default_1: f32[2,8] = view(wait_tensor_default_1, [2, 8])
+  permute_1: f32[8,2] = permute(view_default_1, [1, 0])
+  mm_1: f32[3,2] = mm(mm, permute_1)
+  return [mm_1, primals_3, primals_2, mm]""",
+        )
+
+    def test_uneven_rows_are_padded_in_the_messages_and_cut_off_after_them(self):
+        graphs = trace(Chain(up=nn.Linear(4, 3)), rows())
+        self.assertExpectedInline(
+            str(graphs.after(LowerCollectives)),
+            """\
+forward(primals_1: f32[12], primals_2: f32[3,4])
+  all_gather_into_tensor_default: f32[24] = _c10d_functional.all_gather_into_tensor(primals_1, 2, shard)
+  wait_tensor_default: f32[24] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+  view_default: f32[2,12] = view(wait_tensor_default, [2, 12])
+  slice_tensor: f32[2,8] = slice(view_default, 1, 0, 8)
+  clone_default: f32[2,8] = clone(slice_tensor, memory_format=torch.contiguous_format)
+  view_default_1: f32[4,4] = view(clone_default, [4, 4])
+  slice_tensor_1: f32[3,4] = slice(view_default_1, 0, 0, 3)
+  permute: f32[4,3] = permute(slice_tensor_1, [1, 0])
+  view_default_2: f32[2,12] = view(wait_tensor_default, [2, 12])
+  slice_tensor_2: f32[2,2] = slice(view_default_2, 1, 8, 10)
+  clone_default_1: f32[2,2] = clone(slice_tensor_2, memory_format=torch.contiguous_format)
+  view_default_3: f32[4] = view(clone_default_1, [4])
+  slice_tensor_3: f32[3] = slice(view_default_3, 0, 0, 3)
+  addmm: f32[3,3] = addmm(slice_tensor_3, primals_2, permute)
+  return [addmm, primals_2]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(LowerCollectives, "backward")),
+            """\
+backward(primals_2: f32[3,4], tangents_1: f32[3,3])
+  permute_1: f32[3,3] = permute(tangents_1, [1, 0])
+  mm: f32[3,4] = mm(permute_1, primals_2)
+  sum_1: f32[1,3] = sum.dim_IntList(tangents_1, [0], True)
+  view: f32[3] = view(sum_1, [3])
+  view_default: f32[12] = view(mm, [12])
+  constant_pad_nd_default: f32[16] = constant_pad_nd(view_default, [0, 4])
+  view_default_1: f32[2,8] = view(constant_pad_nd_default, [2, 8])
+  view_default_2: f32[3] = view(view, [3])
+  constant_pad_nd_default_1: f32[4] = constant_pad_nd(view_default_2, [0, 1])
+  view_default_3: f32[2,2] = view(constant_pad_nd_default_1, [2, 2])
+  full_default: f32[2,2] = full([2, 2], 0, dtype=f32, device=cpu)
+  cat_default: f32[2,12] = cat([view_default_1, view_default_3, full_default], 1)
+  view_default_4: f32[24] = view(cat_default, [24])
+  reduce_scatter_tensor_default: f32[12] = _c10d_functional.reduce_scatter_tensor(view_default_4, avg, 2, shard)
+  wait_tensor_default: f32[12] = _c10d_functional.wait_tensor(reduce_scatter_tensor_default)
+  return [wait_tensor_default, None]""",
+        )
+
+    def test_replicas_are_an_all_reduce(self):
+        graph = trace(Chain(up=linear(4, 8)), rows(), replicas=2).after(LowerCollectives, "backward")
+        self.assertExpectedInline(
+            str(graph),
+            """\
+backward(primals_2: f32[3,4], tangents_1: f32[3,8])
+  permute_1: f32[8,3] = permute(tangents_1, [1, 0])
+  mm_1: f32[8,4] = mm(permute_1, primals_2)
+  view_default: f32[32] = view(mm_1, [32])
+  view_default_1: f32[2,16] = view(view_default, [2, 16])
+  view_default_2: f32[32] = view(view_default_1, [32])
+  reduce_scatter_tensor_default: f32[16] = _c10d_functional.reduce_scatter_tensor(view_default_2, avg, 2, shard)
+  wait_tensor_default: f32[16] = _c10d_functional.wait_tensor(reduce_scatter_tensor_default)
+  all_reduce_default_1: f32[16] = _c10d_functional.all_reduce(wait_tensor_default, avg, replicate)
+  wait_tensor_default_1: f32[16] = _c10d_functional.wait_tensor(all_reduce_default_1)
+  return [wait_tensor_default_1, None]""",
+        )
+
+    def test_a_graph_without_the_dialect_is_left_alone(self):
+        graph = trace(nn.Sequential(nn.Tanh()), rows().requires_grad_()).before(LowerCollectives)
+        self.assert_left_alone(graph, LowerCollectives())
+
+    def test_an_operator_that_has_no_lowering_is_refused_by_the_verifier(self):
+        drawing = Drawing()
+        shard = drawing.input("shard", 16)
+        drawing.call(ops.UNSHARD, shard, "up", "up.weight", 0, [8, 4], 2, "shard", 1, "", "avg")
+        graph = drawing.returns().then(LowerCollectives())
+        message = self.assert_raises(VerifyError, verify_lowered, graph.gm)
+        self.assertIn("unshard_default is left after lowering", message)
+
+    def test_a_second_run_changes_nothing(self):
+        for grouped in (False, True):
+            for name in ("forward", "backward"):
+                graph = trace(biased(), rows(), grouped=grouped).after(LowerCollectives, name)
+                self.assert_left_alone(graph, LowerCollectives())
+
+
+def shard_of_rank(parameters, layout, rank):
+    """What `rank` keeps of full parameters, written without the code under test."""
+    shard = torch.zeros(layout.numel, dtype=layout.dtype)
+    for slot in layout.slots:
+        chunks = torch.atleast_1d(parameters[slot.parameter]).chunk(layout.shards.size)  # as DTensor's Shard(0) cuts
+        if rank < len(chunks):
+            shard[slot.offset : slot.offset + chunks[rank].numel()] = chunks[rank].reshape(-1)
+    return shard
+
+
+def layouts_of(model, world_size):
+    return lay_out(find_units(model, "auto"), *3 * [Axis(world_size, "shard")], "avg")
+
+
+class TestLoweredLayout(Pictures):
+    """The copies on both sides of a collective, run on tensors; the collectives themselves run in tests/distributed."""
+
+    def each_layout(self):
+        for world_size in (1, 2, 3, 4, 8):
+            for rows_of_weight in (1, 3, 7, 15, 16):
+                model = Chain(up=nn.Linear(5, rows_of_weight), down=nn.Linear(rows_of_weight, 2))
+                for layout in layouts_of(model, world_size):
+                    yield dict(model.state_dict()), layout
+
+    def test_copy_out_takes_each_parameter_out_of_the_gathered_shards(self):
+        for parameters, layout in self.each_layout():
+            world_size = layout.shards.size
+            drawing = Drawing()
+            gathered = drawing.input("gathered", world_size * layout.numel)
+            outs = [
+                drawing.call(ops.COPY_OUT, gathered, slot.parameter, slot.offset, list(slot.shape), world_size)
+                for slot in layout.slots
+            ]
+            graph = drawing.returns(*outs).then(LowerCollectives())
+            shards = [shard_of_rank(parameters, layout, rank) for rank in range(world_size)]
+            for slot, found in zip(layout.slots, graph.gm(torch.cat(shards)), strict=True):
+                self.assertTrue(torch.equal(found, parameters[slot.parameter]), (slot, world_size))
+
+    def test_pack_puts_each_gradient_into_the_shards_and_zeros_between_them(self):
+        for parameters, layout in self.each_layout():
+            world_size = layout.shards.size
+            drawing = Drawing()
+            gradients = [drawing.input(f"gradient_{i}", *slot.shape) for i, slot in enumerate(layout.slots)]
+            names, offsets = ([getattr(slot, of) for slot in layout.slots] for of in ("parameter", "offset"))
+            packed = drawing.call(ops.PACK, gradients, layout.bucket, names, offsets, layout.numel, world_size)
+            graph = drawing.returns(packed).then(LowerCollectives())
+            [found] = graph.gm(*(parameters[name] for name in names))
+            shards = [shard_of_rank(parameters, layout, rank) for rank in range(world_size)]
+            self.assertTrue(torch.equal(found, torch.cat(shards)), layout)
+
+
+class TestLoweredGraphs(Pictures):
+    """The lowered graphs of a single rank, run beside the same model in eager."""
+
+    def assert_equal_to_eager(self, model, *inputs):
+        layouts = layouts_of(model, 1)
+        values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        reading, shards = reading_copy_with_shards(model, layouts)
+        for layout in layouts:
+            shards[layout.bucket].data.copy_(shard_of_rank(values, layout, 0))
+        found = compiled(reading)(*inputs)
+        expected = model(*inputs)
+        self.assertTrue(torch.equal(found, expected))
+
+        found.sum().backward()
+        expected.sum().backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        for layout in layouts:
+            if layout.requires_grad:
+                gradient = shards[layout.bucket].grad
+                torch.testing.assert_close(gradient, shard_of_rank(gradients, layout, 0))
+
+    def test_a_weight_and_a_bias_in_one_shard(self):
+        self.assert_equal_to_eager(biased(), rows())
+
+    def test_rows_that_leave_room_between_parameters(self):
+        self.assert_equal_to_eager(Chain(up=nn.Linear(5, 7), mid=nn.Linear(7, 15), down=nn.Linear(15, 3)), rows(5))
+
+    def test_a_tied_weight(self):
+        self.assert_equal_to_eager(tied(), rows())
+
+    def test_a_module_that_is_called_twice(self):
+        self.assert_equal_to_eager(CalledTwice(), rows())
+
+    def test_a_0_d_parameter(self):
+        self.assert_equal_to_eager(Tempered(), rows())
+
+    def test_a_weight_that_is_cast(self):
+        self.assert_equal_to_eager(two_products(), rows().bfloat16())
+
+    def test_frozen_bf16_beside_trained_fp32(self):
+        self.assert_equal_to_eager(Adapted(), rows())
+
+    def test_checkpointed_layers(self):
+        self.assert_equal_to_eager(Checkpointed(low=linear(4, 4), top=linear(4, 4)), rows())
+
+    def test_a_gpt(self):
+        model = build("gpt")
+        self.assert_equal_to_eager(model, *model.inputs(2, seed=0))
+
+
+def reading_copy_with_shards(model, layouts):
+    """The model as it is traced, and the shard that each bucket is read from."""
+    reading = reading_copy(model, layouts)
+    reads = [read for module in reading.modules() for read in vars(module).get("_fsdp_reads", {}).values()]
+    return reading, {read.arguments[0]: read.shard for read in reads}
+
+
+def compiled(model):
+    """`model` compiled to its lowered graphs, which run as they are."""
+    torch._dynamo.reset()
+
+    def backend(gm, example_inputs):
+        capture = Capture(Pipeline.of(), lambda graphs: None, lambda received: None, generates_code=False)
+        return capture.compile(gm, example_inputs)
+
+    return torch.compile(model, backend=backend, fullgraph=True)
