@@ -29,11 +29,11 @@ _RECOMPUTED = (ops.COPY_OUT, torch.ops.aten.embedding.default, torch.ops.aten.cl
 class EndLives:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         for value in values_to_store(gm.graph):
-            users = list(value.users)
+            readers = [user for user in value.users if not ops.is_call(user, ops.FREE)]
             with gm.graph.inserting_before(value.next):
                 stored = ops.call(gm.graph, ops.STORE, value, like=value)
-            for user in users:
-                user.replace_input_with(value, stored)
+            for reader in readers:
+                reader.replace_input_with(value, stored)
 
 
 def values_to_store(graph: torch.fx.Graph) -> list[torch.fx.Node]:

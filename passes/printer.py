@@ -84,6 +84,8 @@ def _wanted_name(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
         return kept.parameter
     if ops.is_call(node, ops.UNSHARD, ops.COPY_OUT, ops.VIEW_OUT):
         return str(ops.argument(node, "parameter"))
+    if ops.is_call(node, ops.STORE):
+        return f"{names[node.args[0]]}.stored"  # type: ignore[index]
     if ops.is_call(node, ops.PACK):
         return f"{ops.argument(node, 'bucket')}.packed"
     if ops.is_call(node, ops.REDUCE_GRADIENT):
