@@ -68,7 +68,7 @@ def test_lowering_changes_no_gradient(world_size, choice):
     assert_same_bits("aot_eager", world_size, choice)
 
 
-@named({"no_prefetch": CHOICES["no_prefetch"], "reshard_none": CHOICES["reshard_none"], **LOWERINGS})
+@named({name: (CHOICES | LOWERINGS)[name] for name in ("no_prefetch", "reshard_none", "grouped")})
 @on_ranks(2)
 def test_choices_change_no_gradient_under_inductor(world_size, choice):
     assert_same_bits("inductor", world_size, choice)

@@ -203,7 +203,6 @@ WRONG_VALUES = {
     "backward_prefetch": [-1, "far", 1.5],
     "collective_lowering": ["fast", None],
     "gradient_reduction": ["median", None],
-    "sync_module_states": ["yes"],
 }
 WRONG_COMPILE_VALUES = {"backend": ["no_such_backend", None], "fullgraph": ["yes"], "dynamic": ["yes"]}
 OF_LATER_VERSIONS = {
