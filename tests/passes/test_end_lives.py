@@ -49,14 +49,14 @@ forward(tokens: f32[12], primals_2: i64[3], mix: f32[8])
   tokens.gathered: f32[24] = fsdp.wait(tokens.pending)
   tokens.weight: f32[6,4] = fsdp.view_out(tokens.gathered, 0)
   embedding: f32[3,4] = embedding(tokens.weight, primals_2)
-  store_default: f32[3,4] = fsdp.store(embedding)
+  embedding.stored: f32[3,4] = fsdp.store(embedding)
   fsdp.free(tokens.gathered)
   mix.gathered: f32[16] = fsdp.wait(mix.pending)
   mix.weight: f32[4,4] = fsdp.view_out(mix.gathered, 0)
   permute: f32[4,4] = permute(mix.weight, [1, 0])
-  mm: f32[3,4] = mm(store_default, permute)
-  add: f32[3,4] = add(store_default, mm)
-  return [add, mix.weight, primals_2, store_default]""",
+  mm: f32[3,4] = mm(embedding.stored, permute)
+  add: f32[3,4] = add(embedding.stored, mm)
+  return [add, mix.weight, primals_2, embedding.stored]""",
         )
 
     def test_a_kept_parameter_that_was_copied_out_is_stored(self):
@@ -77,13 +77,13 @@ forward(up: f32[20], primals_2: f32[3,4], down: f32[12])
   fsdp.free(up.weight)
   down.gathered: f32[24] = fsdp.wait(down.pending)
   down.weight: f32[2,8] = fsdp.copy_out(down.gathered, 0)
-  store_default: f32[2,8] = fsdp.store(down.weight)
-  permute_1: f32[8,2] = permute(store_default, [1, 0])
+  down.weight.stored: f32[2,8] = fsdp.store(down.weight)
+  permute_1: f32[8,2] = permute(down.weight.stored, [1, 0])
   down.bias: f32[2] = fsdp.copy_out(down.gathered, 8)
   fsdp.free(down.gathered)
   addmm_1: f32[3,2] = addmm(down.bias, addmm, permute_1)
   fsdp.free(down.bias)
-  return [addmm_1, store_default, primals_2, addmm]""",
+  return [addmm_1, down.weight.stored, primals_2, addmm]""",
         )
 
     def test_store_is_left_in_the_lowered_graph(self):
