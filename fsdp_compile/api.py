@@ -98,7 +98,12 @@ def fsdp_compile(
         sync_module_states=sync_module_states,
         gradient_reduction=gradient_reduction,
     )
-    model.compile(backend=backend_for(sharding_of(model), config), fullgraph=fullgraph, dynamic=dynamic)
+
+    def compile_(sharded: nn.Module) -> None:
+        sharded.compile(backend=backend_for(sharding_of(sharded), config), fullgraph=fullgraph, dynamic=dynamic)
+
+    sharding_of(model).compile = compile_
+    compile_(model)
     return model
 
 
@@ -161,7 +166,7 @@ def rewrite(
         ConfigError: as `fsdp_compile`.
         CaptureError: the call cannot be traced as one graph.
     """
-    if not isinstance(world_size, int) or world_size < 1:
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ConfigError(f"world_size is a positive int, not {world_size!r}")
     if collective_lowering == "auto":
         raise ConfigError("collective_lowering='auto' depends on a process group: choose 'packed' or 'grouped'")

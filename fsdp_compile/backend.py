@@ -41,11 +41,12 @@ def fsdp(
 
 
 def backend_for(sharding: Sharding, config: CompileConfig) -> Callable[..., Compiled]:
-    """The backend that `fsdp_compile` gives to torch.compile; it knows its model."""
+    """The backend that `fsdp_compile` gives to torch.compile; it knows its model, and does not keep it alive."""
+    reference = weakref.ref(sharding)
 
     def fsdp(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        shardings = dict.fromkeys([sharding, *_shardings(example_inputs)])
-        return compile_graph(gm, example_inputs, list(shardings), config)
+        shardings = dict.fromkeys([reference(), *_shardings(example_inputs)])
+        return compile_graph(gm, example_inputs, [found for found in shardings if found is not None], config)
 
     return fsdp
 
@@ -59,9 +60,12 @@ def compile_graph(
         if (shard := getattr(value, "fsdp_flat_shard", None)) is not None:
             shards_of_bucket.setdefault(shard.layout.bucket, []).append(weakref.ref(shard))
 
+    references = [weakref.ref(sharding) for sharding in shardings]
+
     def on_graphs(graphs: RewrittenGraphs) -> None:
-        for sharding in shardings:
-            sharding.graphs.append(graphs)
+        for reference in references:
+            if (sharding := reference()) is not None:
+                sharding.graphs.append(graphs)
 
     def on_backward(received: Received) -> None:
         for bucket, offsets in received:
@@ -76,7 +80,9 @@ def compile_graph(
 
 
 def _shardings(example_inputs: Sequence[Any]) -> list[Sharding]:
-    found = [getattr(value, "fsdp_sharding", None) for value in example_inputs]
+    shards = [getattr(value, "fsdp_flat_shard", None) for value in example_inputs]
+    found = [shard.sharding for shard in shards if shard is not None]
+    found += [getattr(value, "fsdp_sharding", None) for value in example_inputs]  # plain parameters, of a single rank
     return list(dict.fromkeys(sharding for sharding in found if sharding is not None))
 
 

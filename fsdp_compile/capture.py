@@ -8,6 +8,7 @@ of torch 2.11 to 2.13: `compile_fx` and its `inner_compile` hook, `custom_partit
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from .errors import CaptureError, ConfigError
+from .errors import CaptureError, ConfigError, PassError, VerifyError
 from .graphs import RewrittenGraphs
 from .passes import ops
 from .passes.pipeline import Pipeline
@@ -53,7 +54,12 @@ class Capture:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def compile(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The compiled form of a graph from Dynamo."""
+        """The compiled form of a graph from Dynamo.
+
+        Raises:
+            ConfigError: the graph writes to a parameter.
+        """
+        refuse_writes(gm.graph)
         partitioner = Partitioner(self)
 
         def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -78,6 +84,29 @@ class Capture:
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
         return run
+
+
+_VIEWS = {"__getitem__", "detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "t"}
+_VIEWS |= {"transpose", "unsqueeze", "view", "view_as", "_get_data_attr"}
+_WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}
+
+
+def refuse_writes(graph: torch.fx.Graph) -> None:
+    """Raise ConfigError if a Dynamo graph writes to a parameter: it would write to a gathered copy, and be lost."""
+    parameter_of_value: dict[Any, str] = {}
+    for node in graph.nodes:
+        first = node.args[0] if node.args else None
+        if ops.is_call(node, ops.UNSHARD):
+            parameter_of_value[node] = ops.argument(node, "parameter")
+        elif isinstance(first, torch.fx.Node) and first in parameter_of_value:
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            if node.target in _WRITES or (name.endswith("_") and not name.endswith("__")):
+                raise ConfigError(
+                    f"forward writes to the parameter {parameter_of_value[first]} ({name}), which is sharded: "
+                    "write to parameters outside of forward"
+                )
+            if name in _VIEWS or node.target is operator.getitem:
+                parameter_of_value[node] = parameter_of_value[first]
 
 
 class Partitioner(CustomPartitionerFn):
@@ -147,6 +176,8 @@ def capture_only(
     except BackendCompilerFailed as e:
         if isinstance(e.inner_exception, _Captured):
             return e.inner_exception.graphs
+        if isinstance(e.inner_exception, (ConfigError, PassError, VerifyError)):
+            raise e.inner_exception from None
         raise
     except TorchDynamoException as e:
         raise CaptureError(f"the model cannot be traced as one graph: {e}") from e

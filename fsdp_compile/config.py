@@ -105,6 +105,10 @@ class CompileConfig:
     def __post_init__(self) -> None:
         if self.backend not in _BACKENDS:
             raise ConfigError(f"backend is one of {_BACKENDS}, not {self.backend!r}")
+        if not isinstance(self.fullgraph, bool):
+            raise ConfigError(f"fullgraph is a bool, not {self.fullgraph!r}")
+        if self.dynamic is not None and not isinstance(self.dynamic, bool):
+            raise ConfigError(f"dynamic is None or a bool, not {self.dynamic!r}")
         if self.options and self.backend != "inductor":
             raise ConfigError(f"options are Inductor's; backend={self.backend!r} has none")
 

@@ -90,20 +90,23 @@ def lay_out(units: list[Unit], shards: Axis, replicas: Axis, everyone: Axis, red
     for unit in units:
         buckets: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters:
-            key = (parameter.dtype, parameter.requires_grad, parameter.device, parameter.dim() == 0)
+            key = (parameter.dtype, parameter.requires_grad, parameter.dim() == 0, parameter.device)
             buckets.setdefault(key, []).append((name, parameter))
         for key, parameters in buckets.items():
-            is_replicated = key[3]
-            axes = (Axis(1, ""), everyone) if is_replicated else (shards, replicas)
-            bucket = unit.name if len(buckets) == 1 else f"{unit.name}/{_suffix(*key)}"
+            axes = (Axis(1, ""), everyone) if parameters[0][1].dim() == 0 else (shards, replicas)
+            on_several_devices = len({device for *_, device in buckets}) > 1
+            bucket = unit.name if len(buckets) == 1 else f"{unit.name}/{_suffix(*key, on_several_devices)}"
             layouts.append(_layout(bucket, parameters, *axes, reduction))
     return layouts
 
 
-def _suffix(dtype: torch.dtype, requires_grad: bool, device: torch.device, is_replicated: bool) -> str:
-    parts = [str(dtype).removeprefix("torch."), device.type]
+def _suffix(
+    dtype: torch.dtype, requires_grad: bool, is_replicated: bool, device: torch.device, on_several_devices: bool
+) -> str:
+    parts = [str(dtype).removeprefix("torch.")]
     parts += [] if requires_grad else ["frozen"]
     parts += ["replicated"] if is_replicated else []
+    parts += [str(device)] if on_several_devices else []
     return ".".join(parts)
 
 
@@ -116,6 +119,7 @@ def _layout(
     numel = 0
     for name, parameter in parameters:
         slots.append(Slot(name, numel, tuple(parameter.shape)))
-        numel += -(-ops.shard_numel(parameter.shape, shards.size) // step) * step
+        taken = max(1, ops.shard_numel(parameter.shape, shards.size))  # an empty parameter too has its own offset
+        numel += -(-taken // step) * step
     common = first.dtype, first.device, first.requires_grad
     return Layout(bucket, tuple(slots), numel, *common, shards, replicas, reduction)

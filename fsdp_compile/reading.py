@@ -12,28 +12,45 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
 from .layout import Layout
+from .runtime.gradients import in_backward
 
 
 @dataclasses.dataclass
 class Read:
     """What `fsdp::unshard` takes: the shard, and the constants that say what to take out of it."""
 
-    shard: nn.Parameter
+    shard: HasData
     arguments: tuple[Any, ...]
+
+
+class HasData(Protocol):
+    """A shard; it may change its tensor, when the model moves to another dtype or device."""
+
+    data: nn.Parameter
+
+
+@dataclasses.dataclass
+class StandIn:
+    """A shard for tracing only."""
+
+    data: nn.Parameter
 
 
 @dataclasses.dataclass
 class Running:
-    """Counts the forwards under way of one sharded model; parameters are read as full tensors while there are any."""
+    """Whether parameters read as full tensors: in a forward of the model, and while a backward recomputes it."""
 
     depth: int = 0
+
+    def __bool__(self) -> bool:
+        return self.depth > 0 or in_backward()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -73,8 +90,10 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout]) -> nn.Module:
         device = "cpu" if layout.device.type == "meta" else layout.device
         data = nn.Parameter(torch.empty(layout.numel, dtype=layout.dtype, device=device), layout.requires_grad)
         for slot in layout.slots:
-            read_of_parameter[parameter_of_name[slot.parameter]] = Read(data, layout.unshard_arguments(slot))
+            read_of_parameter[parameter_of_name[slot.parameter]] = Read(StandIn(data), layout.unshard_arguments(slot))
     copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        vars(module).update({name: off_meta(value) for name, value in vars(module).items() if torch.is_tensor(value)})
     install_reads(copied, read_of_parameter, Running())
     return copied
 
@@ -111,11 +130,11 @@ def generated_subclass(
 def _getter(name: str) -> Any:
     def get(module: nn.Module) -> torch.Tensor | None:
         read = module._fsdp_reads.get(name)  # type: ignore[union-attr,operator]
-        if read is None or not (torch.compiler.is_compiling() or module._fsdp_running.depth):  # type: ignore[union-attr]
+        if read is None or not (torch.compiler.is_compiling() or module._fsdp_running):
             if name not in module._parameters:
                 raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
             return module._parameters[name]
-        full: torch.Tensor = torch.ops.fsdp.unshard.default(read.shard, *read.arguments)
+        full: torch.Tensor = torch.ops.fsdp.unshard.default(read.shard.data, *read.arguments)
         return full
 
     return get

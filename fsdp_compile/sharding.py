@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from .layout import Axis, Layout, lay_out
 from .passes.pipeline import Pipeline
 from .reading import Read, Running, generated_subclass, install_reads
 from .runtime.flat_shard import FlatShard
-from .runtime.gradients import hand_over_gradients
+from .runtime.gradients import carry_hooks
 from .runtime.groups import axes_of, is_nccl, whole_mesh
 from .runtime.optimizers import note_replacement
 from .units import Unit
@@ -27,7 +29,8 @@ from .units import Unit
 class Sharding:
     """What a sharded model knows: its shards, its schedule options, the graphs compiled so far.
 
-    With a single rank `mesh` is None and there are no shards: the parameters are the model's own.
+    With a single rank `mesh` is None and there are no shards: the parameters are the model's own. `compile` is how the
+    model was compiled, if it was.
     """
 
     mesh: DeviceMesh | None
@@ -36,6 +39,7 @@ class Sharding:
     schedule: ScheduleConfig
     running: Running = dataclasses.field(default_factory=Running)
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
+    compile: Callable[[Any], None] | None = None
 
     def pipeline(self) -> Pipeline:
         """The passes that this model's graphs run through."""
@@ -46,8 +50,7 @@ class Sharding:
     def check(self) -> None:
         """Before a forward: parameters that were moved are views of their shards again."""
         for shard in self.shards:
-            assert self.mesh is not None
-            shard.check_views(self.mesh)
+            shard.check_views()
 
 
 def pipeline_of(schedule: ScheduleConfig, units: list[str], *, grouped: bool) -> Pipeline:
@@ -68,6 +71,21 @@ class ShardedModule:
             sharding.check()
         with sharding.running():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Another model, sharded and compiled like this one, with shards of its own; process groups are shared."""
+        sharding = sharding_of(self)  # type: ignore[arg-type]
+        memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): []}
+        copies = [shard.copy_into(memo) for shard in sharding.shards]
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
+        for shard, original in zip(copies, sharding.shards, strict=True):
+            shard.owners = [(memo[id(module)], name) for module, name in original.owners]
+            shard.sharding = sharding_of(copied)  # type: ignore[arg-type]
+        if sharding.compile is not None:
+            sharding.compile(copied)
+        return copied
 
 
 def _module(model: nn.Module) -> nn.Module:
@@ -134,7 +152,7 @@ def shard_parameters(
         layouts = _layouts(units, mesh, reduction)
         sharding.shards = _replace_parameters(model, layouts, mesh, sharding.running)
         for shard in sharding.shards:
-            shard.data.fsdp_sharding = sharding  # type: ignore[attr-defined]
+            shard.sharding = sharding
     else:
         for parameter in model.parameters():
             parameter.fsdp_sharding = sharding  # type: ignore[attr-defined]
@@ -176,14 +194,14 @@ def _replace_parameters(model: nn.Module, layouts: list[Layout], mesh: DeviceMes
         originals = [original_of_name[slot.parameter] for slot in layout.slots]
         first_owners = [owners[original][0] for original in originals]
         shard = FlatShard.create(layout, [original.detach() for original in originals], first_owners, mesh)
-        hand_over_gradients(shard, mesh)
         shards.append(shard)
         for slot, original, parameter in zip(layout.slots, originals, shard.parameters, strict=True):
-            read_of_parameter[original] = Read(shard.data, layout.unshard_arguments(slot))
+            read_of_parameter[original] = Read(shard, layout.unshard_arguments(slot))
             sharded_of_original[original] = parameter
     install_reads(model, read_of_parameter, running)
     for original, sharded in sharded_of_original.items():
         for module, name in owners[original]:
             module._parameters[name] = sharded
+        carry_hooks(original, sharded)
         note_replacement(original, sharded)
     return shards

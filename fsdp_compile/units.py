@@ -75,7 +75,8 @@ def find_units(model: nn.Module, policy: Any) -> list[Unit]:
             units.append(Unit(owner or "root", claimed[owner]))
         claimed[owner].append((name, parameter))
     end_run()
-    if policy == "auto":
+    units = [dataclasses.replace(unit, name=unit.name.replace("/", ":")) for unit in units]  # "/" separates buckets
+    if isinstance(policy, str) and policy == "auto":
         units = _without_small_runs(units)
     return [dataclasses.replace(units[0], name="root")] if len(units) == 1 else units
 

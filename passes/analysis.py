@@ -78,10 +78,18 @@ def is_heavy(node: torch.fx.Node) -> bool:
 
 def kernel_begin(node: torch.fx.Node) -> torch.fx.Node:
     """Where the kernel begins that a compiler will form around `node`: after the last heavy node before a light one."""
+    reader = node
+    while is_alias(reader) and reader.users:
+        reader = next(iter(reader.users))  # a view is no kernel: what reads it is
     begin = node
-    while not is_heavy(node) and begin.prev.op not in ("placeholder", "root") and not is_heavy(begin.prev):
+    while not is_heavy(reader) and not _ends_kernel(begin.prev):
         begin = begin.prev
     return begin
+
+
+def _ends_kernel(node: torch.fx.Node) -> bool:
+    is_sent = ops.is_call(node, ops.PACK, ops.WAIT) or ops.is_collective(node)
+    return node.op in ("placeholder", "root") or is_heavy(node) or is_sent
 
 
 def inputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:

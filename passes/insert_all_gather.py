@@ -91,8 +91,8 @@ def _bucket(shard: torch.fx.Node, uses: dict[torch.fx.Node, torch.fx.Node]) -> G
 
 def _sink_parameter_values(graph: torch.fx.Graph) -> None:
     """Move every value that follows from parameters alone to just before the first node that needs it."""
-    unshards = {node for node in graph.nodes if ops.is_call(node, ops.UNSHARD)}
-    movable = analysis.parameter_only(graph, unshards) - unshards
+    full = {node for node in graph.nodes if ops.is_call(node, ops.UNSHARD) or ops.kept_parameter(node)}
+    movable = analysis.parameter_only(graph, full) - full
     position = analysis.positions(graph)
     key: dict[torch.fx.Node, Any] = {node: (index, 1, 0) for node, index in position.items()}
     for node in reversed(list(graph.nodes)):

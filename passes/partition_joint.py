@@ -99,8 +99,8 @@ class Crossing:
 
     Attributes:
         unshard_of_input: for each full parameter among the forward's inputs, the erased unshard that it stands for.
-        input_of_saved: for each value that the forward saves, the backward's input that receives it.
-        from_parameters: the forward's nodes that follow from full parameters alone.
+        input_of_saved: for each value that follows from full parameters alone and that the forward saves, the
+            backward's input that receives it.
     """
 
     forward: torch.fx.GraphModule
@@ -108,7 +108,6 @@ class Crossing:
     num_fwd_outputs: int
     unshard_of_input: Mapping[torch.fx.Node, Unshard]
     input_of_saved: Mapping[torch.fx.Node, torch.fx.Node]
-    from_parameters: set[torch.fx.Node]
 
     @classmethod
     def of(
@@ -121,19 +120,18 @@ class Crossing:
         inputs_of_forward = analysis.inputs(forward.graph)
         unshard_of_input = {node: unshards[node.name] for node in inputs_of_forward if node.name in unshards}
         input_of_name = {node.name: node for node in analysis.inputs(backward.graph)}
+        from_parameters = analysis.parameter_only(forward.graph, set(unshard_of_input))
         input_of_saved = {}
         for saved in analysis.outputs(forward.graph)[num_fwd_outputs:]:
+            if saved not in from_parameters:
+                continue
             if saved.name not in input_of_name:
                 raise pass_error(f"the partitioner saved {saved.name}, which the backward does not take", saved)
             input_of_saved[saved] = input_of_name[saved.name]
-        from_parameters = analysis.parameter_only(forward.graph, set(unshard_of_input))
-        return cls(forward, backward, num_fwd_outputs, unshard_of_input, input_of_saved, from_parameters)
-
-    def saved_from_parameters(self) -> list[torch.fx.Node]:
-        return [node for node in self.input_of_saved if node in self.from_parameters]
+        return cls(forward, backward, num_fwd_outputs, unshard_of_input, input_of_saved)
 
     def roots(self, node: torch.fx.Node) -> list[torch.fx.Node]:
-        """The full parameters that `node`, one of `from_parameters`, follows from."""
+        """The full parameters that `node`, which follows from nothing else, follows from."""
         if node in self.unshard_of_input:
             return [node]
         found = dict.fromkeys(root for source in node.all_input_nodes for root in self.roots(source))
@@ -142,7 +140,7 @@ class Crossing:
 
 def kept_buckets(crossing: Crossing, reshard: Mapping[str, bool]) -> set[str]:
     """The buckets whose full parameters the forward saves for the backward."""
-    needed = {root for saved in crossing.saved_from_parameters() for root in crossing.roots(saved)}
+    needed = {root for saved in crossing.input_of_saved for root in crossing.roots(saved)}
     gathered = {
         root: unshard.bucket
         for root, unshard in crossing.unshard_of_input.items()
@@ -173,7 +171,7 @@ def _last_unit(graph: torch.fx.Graph, bucket_of_parameter: Mapping[torch.fx.Node
 def _reshard(crossing: Crossing, kept: set[str]) -> None:
     """Give each side its own unshards, and save shards and kept parameters in place of what follows from them."""
     forward, backward = crossing.forward.graph, crossing.backward.graph
-    removed = crossing.saved_from_parameters()
+    removed = list(crossing.input_of_saved)
     roots = dict.fromkeys(root for saved in removed for root in crossing.roots(saved))
     anchor = _first_saved_tensor(backward)
     newly_saved: dict[torch.fx.Node, torch.fx.Node] = {}  # by the forward's node: the backward's input

@@ -1,7 +1,7 @@
 """The pipeline is a value: the passes in order, one loop that runs them, one hook that observes them.
 
     joint graph          merge_unshards, merge_gradients, partition_joint
-    forward, backward    insert_all_gather, insert_reduce_scatter, insert_free, prefetch_all_gather,
+    forward, backward    insert_reduce_scatter, insert_all_gather, insert_free, prefetch_all_gather,
                          delay_reduce_scatter_wait, end_lives, lower_collectives, pin_matmuls
 
 A graph without a backward (no_grad, inference) runs through the first pass and the second row.
@@ -57,6 +57,7 @@ class Pipeline:
     partition: PartitionJoint
     forward: tuple[Pass, ...]
     backward: tuple[Pass, ...]
+    lowering: tuple[Pass, ...] = (LowerCollectives(), PinMatmuls())
     observer: Observer | None = None
 
     @classmethod
@@ -73,8 +74,8 @@ class Pipeline:
 
         def side(distance: int) -> tuple[Pass, ...]:
             return (
-                InsertAllGather(grouped),
                 InsertReduceScatter(grouped),
+                InsertAllGather(grouped),
                 InsertFree(),
                 PrefetchAllGather(distance),
                 DelayReduceScatterWait(min(distance, 1)),
@@ -112,7 +113,7 @@ class Pipeline:
         verify(gm, freed=True)
         signature = Signature.of(gm)
         scheduled = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        for step in (LowerCollectives(), PinMatmuls()):
+        for step in self.lowering:
             step(gm)
             verify_lowered(gm, signature=signature)
             self._observe(name, step, gm)

@@ -8,7 +8,7 @@
 
 Distance counts units, in the order of their first use: with distance 1 the gathers of a unit start just before the unit
 before it is waited for, so that one unit is on its way while one is computed with. A unit that the backward takes over
-from the forward counts, though it is not gathered. The first units start at the top of the graph.
+from the forward counts, though it is not gathered. What would start before the first such unit starts at the top.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ def starts(graph: torch.fx.Graph, distance: int) -> dict[torch.fx.Node, torch.fx
     """For every all-gather the node that it is to start before."""
     units = _uses_of_units(graph)
     top = next(node for node in graph.nodes if node.op != "placeholder")
-    return {
-        node.args[0]: units[index - distance][1][0] if index >= distance else top  # type: ignore[misc]
-        for index, (_, nodes) in enumerate(units)
-        for node in nodes
-        if ops.is_call(node, ops.WAIT)
-    }
+    start_of_gather: dict[torch.fx.Node, torch.fx.Node] = {}
+    for index, (_, nodes) in enumerate(units):
+        is_first = index < distance or _is_first_kept(units, index - distance)
+        for wait in nodes:
+            if ops.is_call(wait, ops.WAIT):
+                gather: Any = wait.args[0]
+                start_of_gather[gather] = top if is_first else units[index - distance][1][0]
+    return start_of_gather
 
 
 def _uses_of_units(graph: torch.fx.Graph) -> list[tuple[str, list[torch.fx.Node]]]:
@@ -63,6 +65,11 @@ def _uses_of_units(graph: torch.fx.Graph) -> list[tuple[str, list[torch.fx.Node]
         else:
             units.append((unit, [use]))
     return units
+
+
+def _is_first_kept(units: list[tuple[str, list[torch.fx.Node]]], index: int) -> bool:
+    """Whether this is the first unit, and the backward has it from the forward."""
+    return index == 0 and not ops.is_call(units[0][1][0], ops.WAIT)
 
 
 def _wait(gather: torch.fx.Node) -> torch.fx.Node:

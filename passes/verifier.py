@@ -127,11 +127,13 @@ def _wait_order(graph: torch.fx.Graph) -> None:
 
 def _frees(graph: torch.fx.Graph) -> None:
     position = analysis.positions(graph)
+    full = set(insert_free.full_buffers(graph))
     freed: set[Any] = set()
     for node in graph.nodes:
         if ops.is_call(node, ops.FREE):
             buffer: Any = node.args[0]
             _require(buffer not in freed, f"frees {buffer} a second time", node)
+            _require(buffer in full, f"frees {buffer}, which is no full buffer but at most a view of one", node)
             freed.add(buffer)
             for alias in analysis.aliases(buffer):
                 for user in alias.users:
@@ -162,4 +164,7 @@ def _gradients(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         if ops.is_call(node, ops.REDUCE_GRADIENT, ops.REDUCE_SCATTER_GROUPED):
             numel, found = ops.argument(node, "numel"), node.meta["val"].numel()
+            _require(numel == found, f"returns {found} elements for a shard of {numel}", node)
+        if ops.is_call(node, ops.REDUCE_SCATTER) and ops.is_call(node.args[0], ops.PACK):
+            numel, found = ops.argument(node.args[0], "numel"), node.meta["val"].numel()
             _require(numel == found, f"returns {found} elements for a shard of {numel}", node)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..layout import Layout, Slot
+from ..passes import ops
+from .gradients import hand_over_gradients
+from .views import local_tensor, local_view, shard_placements, shard_rank
 
 
 @dataclasses.dataclass(eq=False)
@@ -21,13 +25,16 @@ class FlatShard:
         data: the 1-D leaf that compiled graphs take; its gradient is handed over to `parameters` and then cleared.
         parameters: the DTensor parameters that the user sees, one for each slot of the layout, views into `data`.
         owners: for each of them a module that holds it, and its name there.
+        sharding: the `fsdp_compile.sharding.Sharding` that this is a part of, once it is complete.
         received: offsets of the parameters that the running backward has a gradient for.
     """
 
     layout: Layout
+    mesh: DeviceMesh
     data: nn.Parameter
     parameters: list[nn.Parameter]
     owners: list[tuple[nn.Module, str]]
+    sharding: Any = None
     received: set[int] = dataclasses.field(default_factory=set)
 
     @classmethod
@@ -36,22 +43,39 @@ class FlatShard:
     ) -> FlatShard:
         """Shard `originals`, one full tensor for each slot."""
         flat = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
-        placements = shard_placements(mesh, layout)
-        parameters = []
         for slot, original in zip(layout.slots, originals, strict=True):
             view = local_view(flat, layout, slot, mesh)
-            first_row = _rank(layout, mesh) * _rows(layout, slot)
+            first_row = shard_rank(layout, mesh) * ops.shard_rows(slot.shape, layout.shards.size)
             view.copy_(original if not slot.shape else original[first_row : first_row + view.shape[0]])
-            stride = torch.empty(slot.shape, device="meta").stride()
+        return cls.around(flat, layout, owners, mesh)
+
+    @classmethod
+    def around(
+        cls, flat: torch.Tensor, layout: Layout, owners: list[tuple[nn.Module, str]], mesh: DeviceMesh
+    ) -> FlatShard:
+        """The shard with the values in `flat`, and new parameters."""
+        parameters = []
+        for slot in layout.slots:
             sharded = DTensor.from_local(
-                view, mesh, placements, run_check=False, shape=torch.Size(slot.shape), stride=stride
+                local_view(flat, layout, slot, mesh),
+                mesh,
+                shard_placements(mesh, layout),
+                run_check=False,
+                shape=torch.Size(slot.shape),
+                stride=torch.empty(slot.shape, device="meta").stride(),
             )
             parameters.append(nn.Parameter(sharded, requires_grad=layout.requires_grad))
-        shard = cls(layout, nn.Parameter(flat, requires_grad=layout.requires_grad), parameters, owners)
-        shard.data.fsdp_flat_shard = shard  # type: ignore[attr-defined]  # how the backend knows its inputs
+        shard = cls(layout, mesh, nn.Parameter(flat, requires_grad=layout.requires_grad), parameters, owners)
+        shard._hold(flat)
         return shard
 
-    def check_views(self, mesh: DeviceMesh) -> None:
+    def _hold(self, flat: torch.Tensor) -> None:
+        """Make `flat` the leaf that graphs take."""
+        self.data = nn.Parameter(flat, requires_grad=self.layout.requires_grad)
+        self.data.fsdp_flat_shard = self  # type: ignore[attr-defined]  # how the backend knows its inputs
+        hand_over_gradients(self)
+
+    def check_views(self) -> None:
         """Before a forward, see that every parameter is a view into the shard; take over values moved elsewhere.
 
         `to_empty`, `.to(dtype)` or `load_state_dict(assign=True)` give the parameters storage of their own.
@@ -75,10 +99,10 @@ class FlatShard:
         with torch.no_grad():
             flat = torch.zeros(self.layout.numel, dtype=dtype, device=device)
             for slot, parameter, local in zip(self.layout.slots, self.parameters, locals_, strict=True):
-                view = local_view(flat, self.layout, slot, mesh)
+                view = local_view(flat, self.layout, slot, self.mesh)
                 view.copy_(local)
                 parameter._local_tensor = view  # type: ignore[attr-defined]
-            self.data.data = flat
+        self._hold(flat)
 
     def _current(self, index: int) -> nn.Parameter:
         """The parameter that the model holds now in place of `parameters[index]`."""
@@ -100,33 +124,14 @@ class FlatShard:
         begin = data.data_ptr() + slot.offset * data.element_size()
         return local.is_meta or local.numel() == 0 or local.data_ptr() == begin
 
+    def copy_into(self, memo: dict[int, Any]) -> FlatShard:
+        """A copy with parameters of its own, noted in `memo` for `copy.deepcopy`; its owners are yet to be set."""
+        copied = FlatShard.around(self.data.detach().clone(), self.layout, [], self.mesh)
+        memo |= {id(self): copied, id(self.data): copied.data}
+        memo |= {id(old): new for old, new in zip(self.parameters, copied.parameters, strict=True)}
+        return copied
 
-def shard_placements(mesh: DeviceMesh, layout: Layout) -> list[Placement]:
-    """Shard(0) over the last mesh axis; replicated over the first of two, and everywhere for 0-d parameters."""
-    last: Placement = Replicate() if layout.shards.size == 1 else Shard(0)
-    return [*[Replicate() for _ in range(mesh.ndim - 1)], last]
-
-
-def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part, without autograd (`DTensor.to_local` costs an autograd node; private as of 2.11 to 2.13)."""
-    local: torch.Tensor = parameter._local_tensor  # type: ignore[attr-defined]
-    return local
-
-
-def local_view(flat: torch.Tensor, layout: Layout, slot: Slot, mesh: DeviceMesh) -> torch.Tensor:
-    """The rows of a parameter that belong to this rank, as a view into a tensor laid out as the shard."""
-    if layout.shards.size == 1:
-        return flat[slot.offset : slot.offset + torch.Size(slot.shape).numel()].view(slot.shape)
-    rows = _rows(layout, slot)
-    num_local = max(0, min(rows, slot.shape[0] - _rank(layout, mesh) * rows))
-    inner = slot.shape[1:]
-    numel = num_local * torch.Size(inner).numel()
-    return flat[slot.offset : slot.offset + numel].view(num_local, *inner)
-
-
-def _rank(layout: Layout, mesh: DeviceMesh) -> int:
-    return 0 if layout.shards.size == 1 else mesh.get_local_rank(mesh.ndim - 1)
-
-
-def _rows(layout: Layout, slot: Slot) -> int:
-    return -(-slot.shape[0] // layout.shards.size) if slot.shape else 1
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "parts of a sharded model cannot be copied or pickled: copy the whole model, or save its state_dict"
+        )

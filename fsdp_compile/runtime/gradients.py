@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .flat_shard import FlatShard, local_view
+from .views import local_view
+
+if TYPE_CHECKING:
+    from .flat_shard import FlatShard
 
 
-def hand_over_gradients(shard: FlatShard, mesh: DeviceMesh) -> None:
-    """Install the hook that hands a shard's gradient over whenever a backward has completed it."""
+def hand_over_gradients(shard: FlatShard) -> None:
+    """Install the hook that hands a shard's gradient over whenever a backward has completed it.
+
+    Autograd holds the hook where the garbage collector does not look, so the hook does not hold the shard.
+    """
+    reference = weakref.ref(shard)
+
+    def hook(_: torch.Tensor) -> None:
+        if (found := reference()) is not None:
+            _hand_over(found)
+
     if shard.layout.requires_grad:
-        shard.data.register_post_accumulate_grad_hook(lambda _: _hand_over(shard, mesh))
+        shard.data.register_post_accumulate_grad_hook(hook)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread (private, as of torch 2.11 to 2.13)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def note_received(data: torch.Tensor, offsets: Iterable[int]) -> None:
@@ -28,22 +47,22 @@ def note_received(data: torch.Tensor, offsets: Iterable[int]) -> None:
 
 
 @torch.no_grad()
-def _hand_over(shard: FlatShard, mesh: DeviceMesh) -> None:
+def _hand_over(shard: FlatShard) -> None:
     flat, shard.data.grad = shard.data.grad, None
     received, shard.received = shard.received, set()
     assert flat is not None
     for slot, parameter in zip(shard.layout.slots, shard.parameters, strict=True):
         if slot.offset in received and parameter.requires_grad:
-            view = local_view(flat, shard.layout, slot, mesh)
+            view = local_view(flat, shard.layout, slot, shard.mesh)
             _accumulate(parameter, DTensor(view, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
 
 
-def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     """What autograd does at a leaf, for one it never sees: gradient hooks, accumulation, hooks after it.
 
     The hooks' attributes are private, as of torch 2.11 to 2.13.
     """
-    for hook in (parameter._backward_hooks or {}).values():
+    for hook in list((parameter._backward_hooks or {}).values()):
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     if parameter.grad is None:
@@ -52,3 +71,11 @@ def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad += gradient
     for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)
+
+
+def carry_hooks(original: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Register the hooks of an original parameter on the one that takes its place."""
+    for hook in (original._backward_hooks or {}).values():
+        sharded.register_hook(hook)
+    for hook in (original._post_accumulate_grad_hooks or {}).values():
+        sharded.register_post_accumulate_grad_hook(hook)

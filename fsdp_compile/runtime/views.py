@@ -1,0 +1,37 @@
+"""Views: which part of a shard, or of a tensor laid out like one, belongs to which parameter on this rank."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from ..layout import Layout, Slot
+from ..passes import ops
+
+
+def shard_placements(mesh: DeviceMesh, layout: Layout) -> list[Placement]:
+    """Shard(0) over the last mesh axis; replicated over the first of two, and everywhere for 0-d parameters."""
+    last: Placement = Replicate() if layout.shards.size == 1 else Shard(0)
+    return [*[Replicate() for _ in range(mesh.ndim - 1)], last]
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part, without autograd (`DTensor.to_local` costs an autograd node; private as of 2.11 to 2.13)."""
+    local: torch.Tensor = parameter._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def local_view(flat: torch.Tensor, layout: Layout, slot: Slot, mesh: DeviceMesh) -> torch.Tensor:
+    """The rows of a parameter that belong to this rank, as a view into a tensor laid out as the shard."""
+    if layout.shards.size == 1:
+        return flat[slot.offset : slot.offset + torch.Size(slot.shape).numel()].view(slot.shape)
+    rows = ops.shard_rows(slot.shape, layout.shards.size)
+    num_local = max(0, min(rows, slot.shape[0] - shard_rank(layout, mesh) * rows))
+    inner = slot.shape[1:]
+    numel = num_local * torch.Size(inner).numel()
+    return flat[slot.offset : slot.offset + numel].view(num_local, *inner)
+
+
+def shard_rank(layout: Layout, mesh: DeviceMesh) -> int:
+    return 0 if layout.shards.size == 1 else mesh.get_local_rank(mesh.ndim - 1)
