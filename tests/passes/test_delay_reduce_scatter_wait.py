@@ -53,11 +53,11 @@ backward(down.weight: f32[2,8], primals_2: f32[3,4], mm: f32[3,8], tangents_1: f
             graph.then(DelayReduceScatterWait(0)).schedule(),
             """\
 backward
-  mm                                                                64
-  pack top.packed                                                   128
-                            reduce_scatter top                      128
-                            wait top.grad                           64
                             all_gather mid                          128
+  mm                                                                128
+  pack top.packed                                                   192
+                            reduce_scatter top                      192
+                            wait top.grad                           128
   mm                                                                128
                             free top.weight                         64
   mm                                                                64
@@ -79,10 +79,10 @@ backward
             graph.then(DelayReduceScatterWait(1)).schedule(),
             """\
 backward
-  mm                                                                64
-  pack top.packed                                                   128
-                            reduce_scatter top                      128
-                            all_gather mid                          192
+                            all_gather mid                          128
+  mm                                                                128
+  pack top.packed                                                   192
+                            reduce_scatter top                      192
   mm                                                                192
                             free top.weight                         128
   mm                                                                128
@@ -105,10 +105,10 @@ backward
             graph.then(DelayReduceScatterWait(2)).schedule(),
             """\
 backward
-  mm                                                                64
-  pack top.packed                                                   128
-                            reduce_scatter top                      128
-                            all_gather mid                          192
+                            all_gather mid                          128
+  mm                                                                128
+  pack top.packed                                                   192
+                            reduce_scatter top                      192
   mm                                                                192
                             free top.weight                         128
   mm                                                                128
@@ -131,10 +131,10 @@ backward
             graph.schedule(),
             """\
 backward
-  mm                                                                64
-  pack top.packed                                                   128
-                            reduce_scatter top                      128
-                            all_gather mid                          192
+                            all_gather mid                          128
+  mm                                                                128
+  pack top.packed                                                   192
+                            reduce_scatter top                      192
   mm                                                                192
                             free top.weight                         128
   mm                                                                128

@@ -120,10 +120,10 @@ backward(down.weight: f32[2,8], primals_2: f32[3,4], mm: f32[3,8], tangents_1: f
         self.assertExpectedInline(
             str(graph),
             """\
-backward(temperature.shard: f32[4], primals_2: f32[3,4], mm: f32[3,4], tangents_1: f32[3,4])
+backward(temperature: f32[4], primals_2: f32[3,4], mm: f32[3,4], tangents_1: f32[3,4])
+  temperature#2: f32[] = fsdp.unshard(temperature, 0)
   mul_1: f32[3,4] = mul(tangents_1, mm)
-  temperature: f32[] = fsdp.view_out(temperature.shard, 0)
-  mul_2: f32[3,4] = mul(tangents_1, temperature)
+  mul_2: f32[3,4] = mul(tangents_1, temperature#2)
   sum_1: f32[] = sum(mul_1)
   temperature.packed: f32[4] = fsdp.pack([sum_1], [0])
   temperature.grad.pending: f32[4] = fsdp.all_reduce(temperature.packed)
@@ -147,10 +147,10 @@ backward(temperature.shard: f32[4], primals_2: f32[3,4], mm: f32[3,4], tangents_
             """\
 backward(permute: f32[4,3], tangents_1: f32[3,4])
   mm_2: f32[4,4] = mm(permute, tangents_1)
-  root/float32.cpu.packed: f32[16] = fsdp.pack([mm_2], [0])
-  root/float32.cpu.grad.pending: f32[8] = fsdp.reduce_scatter(root/float32.cpu.packed)
-  root/float32.cpu.grad: f32[8] = fsdp.wait(root/float32.cpu.grad.pending)
-  return [None, None, root/float32.cpu.grad]""",
+  root/float32.packed: f32[16] = fsdp.pack([mm_2], [0])
+  root/float32.grad.pending: f32[8] = fsdp.reduce_scatter(root/float32.packed)
+  root/float32.grad: f32[8] = fsdp.wait(root/float32.grad.pending)
+  return [None, None, root/float32.grad]""",
         )
 
     def test_with_uneven_rows_what_is_packed_is_padded(self):

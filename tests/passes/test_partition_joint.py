@@ -5,7 +5,7 @@ from torch import nn
 
 from fsdp_compile.passes.errors import PassError
 from fsdp_compile.passes.merge_gradients import MergeGradients
-from fsdp_compile.passes.partition_joint import Crossing, PartitionJoint
+from fsdp_compile.passes.partition_joint import Crossing, PartitionJoint, Unshard
 from tests.passes.tiny import Checkpointed, linear, rows, three_layers, two_layers, two_products
 from tests.passes.tracing import Drawing, Pictures, trace
 
@@ -304,7 +304,9 @@ backward(tanh: f32[3,4], tangents_1: f32[3,4])
         x = forward.input("x", 4)
         saved = forward.call(torch.ops.aten.sin.default, x)
         backward.input("cos", 4)
-        message = self.assert_raises(PassError, Crossing.of, forward.returns(x, saved).gm, backward.returns().gm, 1, {})
+        parameter = {"x": Unshard("shard", (), "unit", "x", world_size=2)}
+        graphs = forward.returns(x, saved).gm, backward.returns().gm
+        message = self.assert_raises(PassError, Crossing.of, *graphs, 1, parameter)
         self.assertExpectedInline(
             message,
             """\

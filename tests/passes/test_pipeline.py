@@ -4,6 +4,7 @@ import torch
 
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.errors import PassError, VerifyError, pass_error
+from fsdp_compile.passes.insert_all_gather import InsertAllGather
 from fsdp_compile.passes.pipeline import Pipeline
 from tests.passes.tiny import biased, rows, two_layers
 from tests.passes.tracing import Pictures, trace
@@ -46,8 +47,8 @@ MergeGradients()""",
         self.assertExpectedInline(
             "\n".join(map(repr, pipeline.forward)),
             """\
-InsertAllGather(grouped=True)
 InsertReduceScatter(grouped=True)
+InsertAllGather(grouped=True)
 InsertFree()
 PrefetchAllGather(distance=2)
 DelayReduceScatterWait(distance=1)
@@ -56,8 +57,8 @@ EndLives()""",
         self.assertExpectedInline(
             "\n".join(map(repr, pipeline.backward)),
             """\
-InsertAllGather(grouped=True)
 InsertReduceScatter(grouped=True)
+InsertAllGather(grouped=True)
 InsertFree()
 PrefetchAllGather(distance=0)
 DelayReduceScatterWait(distance=0)
@@ -78,16 +79,16 @@ joint    MergeUnshards
 joint    MergeGradients
 forward  PartitionJoint
 backward PartitionJoint
-forward  InsertAllGather
 forward  InsertReduceScatter
+forward  InsertAllGather
 forward  InsertFree
 forward  PrefetchAllGather
 forward  DelayReduceScatterWait
 forward  EndLives
 forward  LowerCollectives
 forward  PinMatmuls
-backward InsertAllGather
 backward InsertReduceScatter
+backward InsertAllGather
 backward InsertFree
 backward PrefetchAllGather
 backward DelayReduceScatterWait
@@ -103,8 +104,8 @@ backward PinMatmuls""",
             "\n".join(f"{graph.name:<9}{type(step).__name__}" for step, graph in graphs.steps),
             """\
 forward  MergeUnshards
-forward  InsertAllGather
 forward  InsertReduceScatter
+forward  InsertAllGather
 forward  InsertFree
 forward  PrefetchAllGather
 forward  DelayReduceScatterWait
@@ -133,7 +134,7 @@ forward(up: f32[16], arg1_1: f32[3,4], down: f32[8])
 
     def broken_by(self, step, error):
         """The error of a pipeline that runs `step` after inserting the gathers, and the notes on it."""
-        graph = trace(biased(), rows()).after(type(Pipeline.of().forward[0]))
+        graph = trace(biased(), rows()).after(InsertAllGather)
         pipeline = dataclasses.replace(Pipeline.of(), forward=(step,))
         with self.assertRaises(error) as caught:
             pipeline.rewrite_inference(graph.gm)

@@ -151,11 +151,11 @@ forward
             graph.schedule(),
             """\
 backward
-  mm                                                                64
-  pack fourth.packed                                                128
-                            reduce_scatter fourth                   128
-                            wait fourth.grad                        64
                             all_gather third                        128
+  mm                                                                128
+  pack fourth.packed                                                192
+                            reduce_scatter fourth                   192
+                            wait fourth.grad                        128
   mm                                                                128
                             free fourth.weight                      64
   mm                                                                64
@@ -185,22 +185,22 @@ backward
             graph.schedule(),
             """\
 forward
-                            all_gather first/bfloat16.cpu.frozen    32
-                            all_gather first/float32.cpu            96
-                            all_gather second/bfloat16.cpu.frozen   128
-                            all_gather second/float32.cpu           192
-                            wait first/bfloat16.cpu.frozen.gathered 192
+                            all_gather first/bfloat16.frozen        32
+                            all_gather first/float32                96
+                            all_gather second/bfloat16.frozen       128
+                            all_gather second/float32               192
+                            wait first/bfloat16.frozen.gathered     192
   prims.convert_element_type                                        192
-                            free first/bfloat16.cpu.frozen.gathered 160
+                            free first/bfloat16.frozen.gathered     160
   mm                                                                160
-                            wait first/float32.cpu.gathered         160
+                            wait first/float32.gathered             160
   mm                                                                160
-                            free first/float32.cpu.gathered         96
-                            wait second/bfloat16.cpu.frozen.gathered96
+                            free first/float32.gathered             96
+                            wait second/bfloat16.frozen.gathered    96
   add                                                               96
   prims.convert_element_type                                        96
   mm                                                                96
-                            wait second/float32.cpu.gathered        96
+                            wait second/float32.gathered            96
   mm                                                                96
   add                                                               96""",
         )
