@@ -82,7 +82,7 @@ class ShardedModule:
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
         for shard, original in zip(copies, sharding.shards, strict=True):
             shard.owners = [(memo[id(module)], name) for module, name in original.owners]
-            shard.sharding = sharding_of(copied)  # type: ignore[arg-type]
+        _note_sharding(copied, sharding_of(copied))  # type: ignore[arg-type]
         if sharding.compile is not None:
             sharding.compile(copied)
         return copied
@@ -151,15 +151,20 @@ def shard_parameters(
             _broadcast(model, mesh)
         layouts = _layouts(units, mesh, reduction)
         sharding.shards = _replace_parameters(model, layouts, mesh, sharding.running)
-        for shard in sharding.shards:
-            shard.sharding = sharding
-    else:
-        for parameter in model.parameters():
-            parameter.fsdp_sharding = sharding  # type: ignore[attr-defined]
     vars(model)["_fsdp_sharding"] = sharding
+    _note_sharding(model, sharding)
     gained = {name: value for name, value in _PROPERTIES.items() if not hasattr(model, name)}
     model.__class__ = generated_subclass(type(model), gained, mixin=ShardedModule)
     return sharding
+
+
+def _note_sharding(model: nn.Module, sharding: Sharding) -> None:
+    """Tell the tensors that graphs take which sharding they belong to: shards, or the parameters of a single rank."""
+    for shard in sharding.shards:
+        shard.sharding = sharding
+    if sharding.mesh is None:
+        for parameter in model.parameters():
+            parameter.fsdp_sharding = sharding  # type: ignore[attr-defined]
 
 
 def _layouts(units: list[Unit], mesh: DeviceMesh, reduction: str) -> list[Layout]:

@@ -31,7 +31,7 @@ class FlatShard:
 
     layout: Layout
     mesh: DeviceMesh
-    data: nn.Parameter
+    data: nn.Parameter = dataclasses.field(init=False)
     parameters: list[nn.Parameter]
     owners: list[tuple[nn.Module, str]]
     sharding: Any = None
@@ -65,7 +65,7 @@ class FlatShard:
                 stride=torch.empty(slot.shape, device="meta").stride(),
             )
             parameters.append(nn.Parameter(sharded, requires_grad=layout.requires_grad))
-        shard = cls(layout, mesh, nn.Parameter(flat, requires_grad=layout.requires_grad), parameters, owners)
+        shard = cls(layout, mesh, parameters, owners)
         shard._hold(flat)
         return shard
 
