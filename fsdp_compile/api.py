@@ -20,7 +20,7 @@ from .layout import Axis, check_parameters, lay_out
 from .reading import off_meta, reading_copy
 from .runtime.groups import model_device, resolve_mesh
 from .sharding import (
-    check_no_cached_parameters,
+    check_modules,
     check_not_sharded,
     pipeline_of,
     shard_parameters,
@@ -189,7 +189,7 @@ def _check_model(model: object) -> None:
         raise ConfigError(f"model is an nn.Module, not {type(model).__name__}")
     check_not_sharded(model)
     check_parameters(model)
-    check_no_cached_parameters(model)
+    check_modules(model)
 
 
 def _initialise_from_environment(device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,9 @@ class ShardedModule:
         with sharding.running():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError("a sharded model cannot be pickled: save its state_dict, with torch.distributed.checkpoint")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Another model, sharded and compiled like this one, with shards of its own; process groups are shared."""
         sharding = sharding_of(self)  # type: ignore[arg-type]
@@ -120,10 +123,19 @@ def check_not_sharded(model: nn.Module) -> None:
             raise ConfigError(f"{name} is a DTensor already; FSDP shards plain parameters")
 
 
-def check_no_cached_parameters(model: nn.Module) -> None:
-    """Raise ConfigError for modules that keep parameters in other attributes, which would go on holding old ones."""
+def check_modules(model: nn.Module) -> None:
+    """Raise ConfigError for modules that sharding would break in silence.
+
+    These are modules that write to their parameters in forward, and modules that keep parameters in attributes besides,
+    where they would go on holding the old ones.
+    """
     parameters = set(model.parameters())
     for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ConfigError(
+                f"{name or 'the model'} ({type(module).__name__}) has max_norm, with which its forward writes to its weight: "
+                "that is not supported: normalise the weight outside of forward"
+            )
         for attribute, value in vars(module).items():
             held = value if isinstance(value, (list, tuple)) else [value]
             if attribute != "_parameters" and any(

@@ -5,6 +5,7 @@ One process: the "fake" process group has the ranks of a large job and sends not
 
 import contextlib
 import functools
+import pickle
 
 import pytest
 import torch
@@ -264,3 +265,19 @@ def test_a_refused_model_can_be_sharded_afterwards():
     functools.partial(fsdp_compile, backend="aot_eager")(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
     model(*model.inputs(4, seed=0)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@front_ends
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_writes_to_its_weight(front_end, kind):
+    model = nn.Sequential(kind(10, 4, max_norm=0.5), nn.Linear(4, 4))
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    model(tokens)
+    with untouched(model, tokens), pytest.raises(ConfigError, match=r"0 \((Embedding|EmbeddingBag)\) has max_norm"):
+        front_end(model)
+
+
+@front_ends
+def test_pickling_names_the_way_out(front_end):
+    with pytest.raises(ConfigError, match="cannot be pickled: save its state_dict"):
+        pickle.dumps(front_end(build("odd_mlp")))
