@@ -133,8 +133,8 @@ def check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ConfigError(
-                f"{name or 'the model'} ({type(module).__name__}) has max_norm, with which its forward writes to its weight: "
-                "that is not supported: normalise the weight outside of forward"
+                f"{name or 'the model'} ({type(module).__name__}) has max_norm, with which its forward writes to its "
+                "weight, which is sharded: normalise the weight outside of forward"
             )
         for attribute, value in vars(module).items():
             held = value if isinstance(value, (list, tuple)) else [value]
