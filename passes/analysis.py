@@ -39,12 +39,15 @@ def aliases(node: torch.fx.Node) -> list[torch.fx.Node]:
     return found
 
 
+def uses(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """`node`, its views, and every node that reads one of them."""
+    found = aliases(node)
+    return {*found, *(user for alias in found for user in alias.users)}
+
+
 def last_use(node: torch.fx.Node, position: Mapping[torch.fx.Node, int]) -> torch.fx.Node:
     """The last node that reads `node` or any view of it; the last of those views itself where none is read."""
-    touching = set(aliases(node))
-    for alias in list(touching):
-        touching.update(alias.users)
-    return max(touching, key=position.__getitem__)
+    return max(uses(node), key=position.__getitem__)
 
 
 def first_use(node: torch.fx.Node, position: Mapping[torch.fx.Node, int]) -> torch.fx.Node:

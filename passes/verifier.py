@@ -48,8 +48,7 @@ def verify(gm: torch.fx.GraphModule, *, signature: Signature | None = None, free
     _lint(gm.graph)
     for check in (_values, _waits, _wait_order, _frees, _gradients):
         check(gm.graph)
-    if signature is not None and Signature.of(gm) != signature:
-        raise VerifyError(f"inputs or outputs changed from {signature} to {Signature.of(gm)}")
+    _same_signature(gm, signature)
     if freed:
         _all_freed(gm.graph)
 
@@ -59,8 +58,7 @@ def verify_lowered(gm: torch.fx.GraphModule, *, signature: Signature | None = No
     _lint(gm.graph)
     for node in gm.graph.nodes:
         _require(not ops.is_dialect(node) or ops.is_call(node, ops.STORE), "is left after lowering", node)
-    if signature is not None and Signature.of(gm) != signature:
-        raise VerifyError(f"inputs or outputs changed from {signature} to {Signature.of(gm)}")
+    _same_signature(gm, signature)
 
 
 def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -91,6 +89,11 @@ def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
 def _require(condition: bool, message: str, node: torch.fx.Node) -> None:
     if not condition:
         raise VerifyError(f"{node} {message}\n{excerpt(node)}")
+
+
+def _same_signature(gm: torch.fx.GraphModule, signature: Signature | None) -> None:
+    if signature is not None and Signature.of(gm) != signature:
+        raise VerifyError(f"inputs or outputs changed from {signature} to {Signature.of(gm)}")
 
 
 def _lint(graph: torch.fx.Graph) -> None:
@@ -148,16 +151,11 @@ def _all_freed(graph: torch.fx.Graph) -> None:
         if end.op == "output":
             continue
         _require(ops.is_call(end, ops.FREE), "is not freed", buffer)
-        last = max(position[use] for use in _uses(buffer) if use is not end)
+        last = max(position[use] for use in analysis.uses(buffer) if use is not end)
         gap = [node for node in graph.nodes if last < position[node] < position[end]]
         _require(
             all(ops.is_call(node, ops.FREE, ops.STORE) for node in gap), f"is freed late: {gap} come first", buffer
         )
-
-
-def _uses(buffer: torch.fx.Node) -> set[torch.fx.Node]:
-    aliases = analysis.aliases(buffer)
-    return {*aliases, *(user for alias in aliases for user in alias.users)}
 
 
 def _gradients(graph: torch.fx.Graph) -> None:
