@@ -19,6 +19,7 @@ from .graphs import RewrittenGraphs
 from .layout import Axis, check_parameters, lay_out
 from .reading import off_meta, reading_copy
 from .runtime.groups import model_device, resolve_mesh
+from .sharded_module import become_sharded
 from .sharding import (
     check_modules,
     check_not_sharded,
@@ -141,6 +142,7 @@ def shard(
         _initialise_from_environment(device)
     resolved = resolve_mesh(mesh, process_group, device)
     shard_parameters(model, units, resolved, schedule, reduction=reduction, sync_module_states=sync_module_states)
+    become_sharded(model)
     return model
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .layout import Axis, Layout, lay_out
 from .passes.pipeline import Pipeline
-from .reading import Read, Running, generated_subclass, install_reads
+from .reading import Read, Running, install_reads
 from .runtime.flat_shard import FlatShard
 from .runtime.gradients import carry_hooks
 from .runtime.groups import axes_of, is_nccl, whole_mesh
@@ -60,48 +59,6 @@ def pipeline_of(schedule: ScheduleConfig, units: list[str], *, grouped: bool) ->
         backward_prefetch=schedule.backward_prefetch,
         grouped=grouped,
     )
-
-
-class ShardedModule:
-    """Mixed into the class of a sharded root module: during its call, parameters read as full tensors."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sharding = sharding_of(self)  # type: ignore[arg-type]
-        if not torch.compiler.is_compiling():
-            sharding.check()
-        with sharding.running():
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ConfigError("a sharded model cannot be pickled: save its state_dict, with torch.distributed.checkpoint")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Another model, sharded and compiled like this one, with shards of its own; process groups are shared."""
-        sharding = sharding_of(self)  # type: ignore[arg-type]
-        memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): []}
-        copies = [shard.copy_into(memo) for shard in sharding.shards]
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
-        for shard, original in zip(copies, sharding.shards, strict=True):
-            shard.owners = [(memo[id(module)], name) for module, name in original.owners]
-        _note_sharding(copied, sharding_of(copied))  # type: ignore[arg-type]
-        if sharding.compile is not None:
-            sharding.compile(copied)
-        return copied
-
-
-def _module(model: nn.Module) -> nn.Module:
-    """The model itself, as scripts written for DistributedDataParallel expect."""
-    return model
-
-
-def _graphs(model: nn.Module) -> list[RewrittenGraphs]:
-    """The rewritten graphs, one for each set of guards that was compiled."""
-    return sharding_of(model).graphs
-
-
-_PROPERTIES = {"module": property(_module), "graphs": property(_graphs)}
 
 
 def sharding_of(model: nn.Module) -> Sharding:
@@ -164,13 +121,11 @@ def shard_parameters(
         layouts = _layouts(units, mesh, reduction)
         sharding.shards = _replace_parameters(model, layouts, mesh, sharding.running)
     vars(model)["_fsdp_sharding"] = sharding
-    _note_sharding(model, sharding)
-    gained = {name: value for name, value in _PROPERTIES.items() if not hasattr(model, name)}
-    model.__class__ = generated_subclass(type(model), gained, mixin=ShardedModule)
+    note_sharding(model, sharding)
     return sharding
 
 
-def _note_sharding(model: nn.Module, sharding: Sharding) -> None:
+def note_sharding(model: nn.Module, sharding: Sharding) -> None:
     """Tell the tensors that graphs take which sharding they belong to: shards, or the parameters of a single rank."""
     for shard in sharding.shards:
         shard.sharding = sharding
