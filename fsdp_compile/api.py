@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,41 +13,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from .backend import backend_for
-from .capture import capture_only, check_options
-from .config import CompileConfig, ScheduleConfig, reduction_of, refuse_unsupported
+from .capture import capture_only, check_options, compile_module
+from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig, check_strategy, refuse_unsupported
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
-from .layout import Axis, check_parameters, lay_out
+from .layout import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
+from .passes import ops
+from .precision import find_precision, install_casts
 from .reading import off_meta, reading_copy
-from .runtime.groups import model_device, resolve_mesh
+from .runtime.groups import device_of, resolve_mesh
 from .sharded_module import become_sharded
-from .sharding import (
-    check_modules,
-    check_not_sharded,
-    pipeline_of,
-    shard_parameters,
-    sharding_of,
-)
-from .units import find_units
+from .sharding import Plan, check_modules, check_not_sharded, pipeline_of, shard_parameters, sharding_of
+from .units import Unit, find_units
 
 
 def fsdp_compile(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     auto_wrap_policy: Any = "auto",
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     reshard_after_forward: Any = None,
-    mp_policy: None = None,
-    offload_policy: None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
     backward_prefetch: Any = "auto",
     forward_prefetch: Any = "auto",
     collective_lowering: str = "auto",
     memory_budget: None = None,
-    ignored_params: None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
     sync_module_states: bool = True,
-    gradient_reduction: str = "mean",
+    gradient_reduction: str | float = "mean",
     backend: str = "inductor",
     fullgraph: bool = False,
     dynamic: bool | None = None,
@@ -60,19 +58,30 @@ def fsdp_compile(
     Args:
         mesh: one dimension to shard over, or two (replicate, shard); by default all ranks. With no process group
             initialised, `WORLD_SIZE` in the environment initialises one (NCCL for CUDA, else gloo).
-        process_group: the ranks to shard over, instead of a mesh.
+        process_group: the ranks to shard over, instead of a mesh; a pair (shard, replicate) for hybrid sharding.
         auto_wrap_policy: which modules are units; see `fsdp_compile.units.find_units`.
-        reshard_after_forward: None frees every unit after the forward but the one used last; True frees all, False
-            none; a map from globs over unit names to bool decides for the units it matches.
+        sharding_strategy: torch's; FULL_SHARD on a mesh of two dimensions is HYBRID_SHARD. SHARD_GRAD_OP keeps
+            parameters gathered between forward and backward, NO_SHARD keeps them whole and all-reduces gradients.
+        reshard_after_forward: None leaves it to the strategy: all units are freed after the forward but the one used
+            last. True frees all, False none; a number of ranks shards them over groups of that size until the
+            backward; a map from globs over unit names to bools and numbers decides for the units it matches.
+        mp_policy: torch's MixedPrecisionPolicy, or a map to such policies from module classes and globs over module
+            names; see `fsdp_compile.precision.find_precision`. Shards are cast before they are gathered; parameters,
+            their gradients and the optimizer's states keep their dtype.
+        offload_policy: torch's CPUOffloadPolicy (or CPUOffload): shards, gradients and the optimizer's states live on
+            the CPU.
         backward_prefetch: "auto" (1), how many units ahead the backward gathers, or torch's BackwardPrefetch.
         forward_prefetch: "auto" (1), how many units ahead the forward gathers, or a bool.
         collective_lowering: "packed" sends a bucket as one buffer, "grouped" as one message for each parameter in one
             call, without copies; "auto" is grouped on NCCL and packed elsewhere.
+        ignored_params: parameters that are left as they are: not sharded, not synchronised, gradients not reduced.
+        param_init_fn: called with every module that holds tensors on the meta device, one unit after another, to give
+            its own tensors memory and values. Without it parameters on the meta device stay there, sharded.
         sync_module_states: give every rank the parameters and buffers of the first.
-        gradient_reduction: "mean" or "sum" over the ranks.
+        gradient_reduction: "mean" or "sum" over the ranks, or a number that the sum is divided by.
         backend: "inductor", or "aot_eager" for the same graphs without code generation.
         fullgraph, dynamic, options: passed on to torch.compile and Inductor.
-        sharding_strategy, mp_policy, offload_policy, memory_budget, ignored_params: refused unless left alone.
+        memory_budget: refused unless left alone.
 
     Returns:
         The same object. `model.graphs` lists the rewritten graphs compiled so far.
@@ -96,12 +105,14 @@ def fsdp_compile(
         collective_lowering=collective_lowering,
         memory_budget=memory_budget,
         ignored_params=ignored_params,
+        param_init_fn=param_init_fn,
         sync_module_states=sync_module_states,
         gradient_reduction=gradient_reduction,
     )
 
     def compile_(sharded: nn.Module) -> None:
-        sharded.compile(backend=backend_for(sharding_of(sharded), config), fullgraph=fullgraph, dynamic=dynamic)
+        backend = backend_for(sharding_of(sharded), config)
+        compile_module(sharded, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
 
     sharding_of(model).compile = compile_
     compile_(model)
@@ -112,36 +123,59 @@ def shard(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     auto_wrap_policy: Any = "auto",
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     reshard_after_forward: Any = None,
-    mp_policy: None = None,
-    offload_policy: None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
     backward_prefetch: Any = "auto",
     forward_prefetch: Any = "auto",
     collective_lowering: str = "auto",
     memory_budget: None = None,
-    ignored_params: None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
     sync_module_states: bool = True,
-    gradient_reduction: str = "mean",
+    gradient_reduction: str | float = "mean",
 ) -> nn.Module:
     """Shard `model` in place, without compiling it: it runs in eager, one parameter gathered at a time.
 
     `torch.compile(model, backend="fsdp")` compiles it to the graphs that `fsdp_compile` makes. The arguments are those
     of `fsdp_compile`; the ones about the schedule take effect when the model is compiled.
     """
-    schedule = ScheduleConfig.of(reshard_after_forward, forward_prefetch, backward_prefetch, collective_lowering)
-    reduction = reduction_of(gradient_reduction)
-    refuse_unsupported(sharding_strategy, mp_policy, offload_policy, memory_budget, ignored_params)
-    _check_model(model)
-    units = find_units(model, auto_wrap_policy)
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ConfigError(f"param_init_fn is a callable that takes a module, not {param_init_fn!r}")
+    strategy = check_strategy(sharding_strategy)
+    schedule = ScheduleConfig.of(
+        strategy, reshard_after_forward, forward_prefetch, backward_prefetch, collective_lowering
+    )
+    reduction, offload = Reduction.of(gradient_reduction), OffloadConfig.of(offload_policy)
+    refuse_unsupported(memory_budget)
+    parameters = _check_model(model, ignored_params)
+    units = find_units(model, auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
     schedule.check_globs([unit.name for unit in units])
-    device = model_device(model)
+    precision = find_precision(model, mp_policy, _modules_of(units, model))
+    device = device_of(parameters)
     if mesh is None and process_group is None:
         _initialise_from_environment(device)
-    resolved = resolve_mesh(mesh, process_group, device)
-    shard_parameters(model, units, resolved, schedule, reduction=reduction, sync_module_states=sync_module_states)
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
+    resolved = resolve_mesh(
+        mesh, process_group, device, strategy, is_offloaded=offload.is_on, local_world_size=local_world_size
+    )
+    schedule.reshard_of_unit([unit.name for unit in units], resolved.size(resolved.ndim - 1) if resolved else 1)
+    plan = Plan(
+        units,
+        parameters,
+        resolved,
+        strategy,
+        schedule,
+        reduction,
+        precision,
+        offload,
+        sync_module_states,
+        param_init_fn,
+    )
+    shard_parameters(model, plan)
     become_sharded(model)
     return model
 
@@ -149,49 +183,87 @@ def shard(
 def rewrite(
     model: nn.Module,
     *args: Any,
-    world_size: int,
+    world_size: int | tuple[int, int],
     auto_wrap_policy: Any = "auto",
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     reshard_after_forward: Any = None,
+    mp_policy: Any = None,
     backward_prefetch: Any = "auto",
     forward_prefetch: Any = "auto",
     collective_lowering: str = "packed",
-    gradient_reduction: str = "mean",
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    gradient_reduction: str | float = "mean",
     **kwargs: Any,
 ) -> RewrittenGraphs:
-    """The graphs that a rank of `world_size` would compile for `model(*args, **kwargs)`.
+    """The graphs that a rank would compile for `model(*args, **kwargs)`.
 
     Nothing runs: no process group, no other process, no memory is touched. Model and inputs may be on the meta device,
     and are then traced as for the CPU. The model is not changed. Options are those of `fsdp_compile`; other keyword
     arguments go to the model.
 
+    Args:
+        world_size: the number of ranks; a pair (replicas, ranks to shard over) for hybrid sharding.
+
     Raises:
         ConfigError: as `fsdp_compile`.
         CaptureError: the call cannot be traced as one graph.
     """
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise ConfigError(f"world_size is a positive int, not {world_size!r}")
     if collective_lowering == "auto":
         raise ConfigError("collective_lowering='auto' depends on a process group: choose 'packed' or 'grouped'")
-    schedule = ScheduleConfig.of(reshard_after_forward, forward_prefetch, backward_prefetch, collective_lowering)
-    reduction = reduction_of(gradient_reduction)
-    _check_model(model)
-    units = find_units(model, auto_wrap_policy)
+    strategy = check_strategy(sharding_strategy)
+    axes = _axes_of_size(world_size, strategy)
+    schedule = ScheduleConfig.of(
+        strategy, reshard_after_forward, forward_prefetch, backward_prefetch, collective_lowering
+    )
+    reduction = Reduction.of(gradient_reduction)
+    parameters = _check_model(model, ignored_params)
+    units = find_units(model, auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
     names = [unit.name for unit in units]
     schedule.check_globs(names)
-    shards = Axis(world_size, "shard")
-    layouts = lay_out(units, shards, Axis(1, ""), shards, reduction) if world_size > 1 else []
+    precision = find_precision(model, mp_policy, _modules_of(units, model))
+    placement = Placement(axes, reduction, precision.policy_of_parameter)
+    layouts = lay_out(units, placement) if axes.everyone.size > 1 else []
+    reshard = schedule.reshard_of_unit(names, axes.shards.size).values()
+    parts = {size: ops.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
     reading = reading_copy(model, layouts)
-    grouped = collective_lowering == "grouped"
+    install_casts(reading, precision)
     args, kwargs = off_meta((args, kwargs))
-    return capture_only(reading, args, kwargs, pipeline_of(schedule, names, grouped=grouped))
+    pipeline = pipeline_of(schedule, names, axes.shards.size, parts, grouped=collective_lowering == "grouped")
+    return capture_only(reading, args, kwargs, pipeline)
 
 
-def _check_model(model: object) -> None:
+def _axes_of_size(world_size: object, strategy: ShardingStrategy) -> Axes:
+    sizes: Any = world_size if isinstance(world_size, tuple) and len(world_size) == 2 else (1, world_size)
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ConfigError(f"world_size is a positive int or a pair of them, not {world_size!r}")
+    everyone = Axis(sizes[0] * sizes[1], "shard" if sizes[0] == 1 else "world")
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Axes(NO_AXIS, everyone, everyone)
+    return Axes(Axis(sizes[1], "shard"), Axis(sizes[0], "replicate") if sizes[0] > 1 else NO_AXIS, everyone)
+
+
+def _check_model(model: object, ignored_params: Iterable[nn.Parameter] | None) -> dict[str, nn.Parameter]:
+    """The parameters to shard, by name; raises ConfigError for a model that cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is an nn.Module, not {type(model).__name__}")
-    check_not_sharded(model)
-    check_parameters(model)
-    check_modules(model)
+    ignored = list(ignored_params or ())
+    held = set(model.parameters())
+    for parameter in ignored:
+        if not isinstance(parameter, nn.Parameter) or parameter not in held:
+            found = f"a tensor of shape {tuple(parameter.shape)}" if torch.is_tensor(parameter) else repr(parameter)
+            raise ConfigError(f"ignored_params holds parameters of the model, and {found} is none")
+    left_out = set(ignored)
+    parameters = {name: value for name, value in model.named_parameters() if value not in left_out}
+    check_not_sharded(model, parameters)
+    check_parameters(parameters)
+    check_modules(model, set(parameters.values()))
+    return parameters
+
+
+def _modules_of(units: list[Unit], model: nn.Module) -> list[str]:
+    """The names of the modules that are units."""
+    names = {name for name, _ in model.named_modules()}
+    return [unit.name for unit in units if unit.name in names and not unit.is_run]
 
 
 def _initialise_from_environment(device: torch.device) -> None:

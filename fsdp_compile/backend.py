@@ -10,13 +10,14 @@ import torch
 import torch.fx
 import torch.nn as nn
 
-from .capture import Capture, Received, check_options
+from .capture import BucketGradient, Capture, check_options
 from .config import CompileConfig
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .passes.pipeline import Pipeline
 from .runtime import kernels  # noqa: F401  registers the kernels of the operators in captured graphs
 from .runtime.flat_shard import FlatShard
+from .runtime.gradients import note_gradients_of, take_accumulated
 from .sharding import Sharding
 
 Compiled = Callable[..., Any]
@@ -63,15 +64,16 @@ def compile_graph(
     references = [weakref.ref(sharding) for sharding in shardings]
 
     def on_graphs(graphs: RewrittenGraphs) -> None:
-        for reference in references:
-            if (sharding := reference()) is not None:
-                sharding.graphs.append(graphs)
+        for sharding in filter(None, [reference() for reference in references]):
+            sharding.graphs.append(graphs)
 
-    def on_backward(received: Received) -> None:
-        for bucket, offsets in received:
-            for reference in shards_of_bucket[bucket]:
-                if (shard := reference()) is not None:
-                    shard.received.update(offsets)
+    def on_backward(gradients: Sequence[BucketGradient], arguments: dict[str, Any]) -> None:
+        for gradient in gradients:
+            shards = [reference() for reference in shards_of_bucket[gradient.bucket]]
+            for shard in filter(None, shards):
+                note_gradients_of(shard, gradient.offsets, is_kept=gradient.is_kept)
+                if (name := gradient.accumulated) is not None:
+                    arguments[name] = take_accumulated(shard, arguments[name])
 
     capture = Capture(
         _common_pipeline(shardings), on_graphs, on_backward, config.backend == "inductor", dict(config.options or {})

@@ -2,7 +2,8 @@
 
 `compile_fx` brings a Dynamo graph to a joint graph, runs Inductor's passes on it, and hands it to our partitioner,
 which runs the pipeline and returns forward and backward in schedule order; then it compiles each. Private torch API, as
-of torch 2.11 to 2.13: `compile_fx` and its `inner_compile` hook, `custom_partitioner_fn`, Inductor's configuration.
+of torch 2.11 to 2.13: `compile_fx` and its `inner_compile` hook, `custom_partitioner_fn`, Inductor's configuration, and
+how a module calls its compiled form.
 """
 
 from __future__ import annotations
@@ -25,8 +26,22 @@ from .passes import ops
 from .passes.pipeline import Pipeline
 from .runtime.inductor import Fences
 
-Received = Sequence[tuple[str, Sequence[int]]]
-"""For every bucket, the offsets of the parameters that a backward computes gradients for."""
+
+@dataclasses.dataclass(frozen=True)
+class BucketGradient:
+    """What a backward does with the gradients of a bucket.
+
+    Attributes:
+        offsets: of the parameters that it computes gradients for.
+        is_kept: whether they are left as they are, to be reduced later.
+        accumulated: the input of the backward that holds what earlier steps kept, if it takes that along.
+    """
+
+    bucket: str
+    offsets: Sequence[int]
+    is_kept: bool
+    accumulated: str | None
+
 
 _KEEP_SCHEDULE = {  # what Inductor would otherwise do to the order of the nodes
     "reorder_for_locality": False,
@@ -42,14 +57,15 @@ class Capture:
 
     Attributes:
         on_graphs: called with the rewritten graphs before they are compiled.
-        on_backward: called with what it received whenever a compiled backward runs.
+        on_backward: called whenever a compiled backward runs, with what it does and its arguments by name; it may
+            replace these.
         generates_code: whether Inductor compiles the graphs, or they run as they are.
         options: Inductor's, by name.
     """
 
     pipeline: Pipeline
     on_graphs: Callable[[RewrittenGraphs], None]
-    on_backward: Callable[[Received], None]
+    on_backward: Callable[[Sequence[BucketGradient], dict[str, Any]], None]
     generates_code: bool = True
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -66,7 +82,7 @@ class Capture:
             if kwargs.get("is_inference"):
                 self.on_graphs(RewrittenGraphs.of(self.pipeline.rewrite_inference(graph)))
             compiled = compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph)
-            return self._noting(compiled, partitioner.received) if kwargs.get("is_backward") else compiled
+            return self._noting(compiled, graph, partitioner.gradients) if kwargs.get("is_backward") else compiled
 
         patches = {"custom_partitioner_fn": partitioner, **self.options}
         if any(ops.is_call(node, ops.UNSHARD) for node in gm.graph.nodes):
@@ -77,9 +93,16 @@ class Capture:
         with torch._functorch.config.patch(enable_autograd_cache=False):
             return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)  # type: ignore[return-value]
 
-    def _noting(self, compiled: Callable[..., Any], received: Received) -> Callable[..., Any]:
+    def _noting(
+        self, compiled: Callable[..., Any], graph: torch.fx.GraphModule, gradients: Sequence[BucketGradient]
+    ) -> Callable[..., Any]:
+        names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+
         def run(arguments: list[Any]) -> Any:
-            self.on_backward(received)
+            value_of_name = dict(zip(names, arguments, strict=True))
+            self.on_backward(gradients, value_of_name)
+            arguments[:] = value_of_name.values()
+            value_of_name.clear()  # the compiled code frees its arguments as early as it can
             return compiled(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
@@ -114,14 +137,14 @@ class Partitioner(CustomPartitionerFn):
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self.received: list[tuple[str, Sequence[int]]] = []
+        self.gradients: list[BucketGradient] = []
 
     def __call__(
         self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         static_inputs = kwargs.get("static_lifetime_input_indices") or ()
         forward, backward = self.capture.pipeline.rewrite_joint(gm, kwargs["num_fwd_outputs"], static_inputs)
-        self.received += received_gradients(backward.scheduled.graph)
+        self.gradients += bucket_gradients(backward.scheduled.graph)
         self.capture.on_graphs(RewrittenGraphs.of(forward, backward))
         return forward.lowered, backward.lowered
 
@@ -133,10 +156,21 @@ class Partitioner(CustomPartitionerFn):
         return str, (self.uuid(),)  # the key of that cache also pickles us, as a part of Inductor's configuration
 
 
-def received_gradients(backward: torch.fx.Graph) -> Received:
-    """Which parameters the backward computes gradients for."""
-    nodes = [node for node in backward.nodes if ops.is_call(node, ops.PACK, ops.REDUCE_SCATTER_GROUPED)]
-    return [(ops.argument(node, "bucket"), ops.argument(node, "offsets")) for node in nodes]
+def bucket_gradients(backward: torch.fx.Graph) -> list[BucketGradient]:
+    """What a backward does with the gradients of each bucket."""
+    found = []
+    for node in backward.nodes:
+        if ops.is_call(node, ops.PACK, ops.REDUCE_SCATTER_GROUPED):
+            accumulated = ops.argument(node, "accumulated")
+            found.append(
+                BucketGradient(
+                    ops.argument(node, "bucket"),
+                    ops.argument(node, "offsets"),
+                    is_kept=any(user.op == "output" for user in node.users),
+                    accumulated=None if accumulated is None else accumulated.name,
+                )
+            )
+    return found
 
 
 def _as_it_is(graph: torch.fx.GraphModule) -> Callable[..., Any]:
@@ -169,10 +203,10 @@ def capture_only(
         def stop(graphs: RewrittenGraphs) -> None:
             raise _Captured(graphs)
 
-        return Capture(pipeline, stop, lambda received: None).compile(gm, example_inputs)
+        return Capture(pipeline, stop, lambda gradients, arguments: None).compile(gm, example_inputs)
 
     try:
-        torch.compile(model, backend=backend, fullgraph=True)(*args, **kwargs)
+        torch.compile(_calling(model), backend=backend, fullgraph=True)(*args, **kwargs)
     except BackendCompilerFailed as e:
         if isinstance(e.inner_exception, _Captured):
             return e.inner_exception.graphs
@@ -182,6 +216,24 @@ def capture_only(
     except TorchDynamoException as e:
         raise CaptureError(f"the model cannot be traced as one graph: {e}") from e
     raise CaptureError("the call computes nothing with tensors: there is no graph to rewrite")
+
+
+def compile_module(model: torch.nn.Module, **options: Any) -> None:
+    """`model.compile(**options)`, but with the hooks of `model` itself in the graph."""
+    model._compiled_call_impl = torch.compile(_calling(model), **options)
+
+
+def _calling(model: torch.nn.Module) -> Callable[..., Any]:
+    """A function that calls `model`. Dynamo begins with the code of `forward` if it is given the model.
+
+    It counts recompilations by code object: each function has its own.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=type(model).__name__)
+    return call
 
 
 def check_options(options: Mapping[str, Any] | None) -> None:

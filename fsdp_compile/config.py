@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 
 from .errors import ConfigError
 
 _BACKENDS = ("inductor", "aot_eager")
 _LOWERINGS = ("auto", "packed", "grouped")
-_REDUCTIONS = {"mean": "avg", "sum": "sum"}
+_KEEPING = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+Reshard = bool | int
+"""Whether a unit is resharded after the forward; a number of ranks shards it again over groups of that size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +25,14 @@ class ScheduleConfig:
     """What the passes are to do.
 
     Attributes:
-        reshard_after_forward: True, False, or a map from globs over unit names to bool; None reshards every unit
-            but the one that the forward uses last.
+        reshard_after_forward: a bool or number of ranks, or a map from globs over unit names to those; None reshards
+            every unit but the one that the forward uses last.
         forward_prefetch: how many units ahead the forward gathers.
         backward_prefetch: how many units ahead the backward gathers, and whether it delays its reductions' waits.
         collective_lowering: "packed", "grouped", or "auto" (grouped on NCCL, packed elsewhere).
     """
 
-    reshard_after_forward: bool | Mapping[str, bool] | None = None
+    reshard_after_forward: Reshard | Mapping[str, Reshard] | None = None
     forward_prefetch: int = 1
     backward_prefetch: int = 1
     collective_lowering: str = "auto"
@@ -36,6 +40,7 @@ class ScheduleConfig:
     @classmethod
     def of(
         cls,
+        strategy: ShardingStrategy,
         reshard_after_forward: object,
         forward_prefetch: object,
         backward_prefetch: object,
@@ -44,8 +49,11 @@ class ScheduleConfig:
         """The configuration from the user's arguments; raises ConfigError for what they cannot mean."""
         if collective_lowering not in _LOWERINGS:
             raise ConfigError(f"collective_lowering is one of {_LOWERINGS}, not {collective_lowering!r}")
+        reshard = _reshard(reshard_after_forward)
+        if strategy is ShardingStrategy.NO_SHARD and reshard is not None:
+            raise ConfigError(f"reshard_after_forward={reshard!r} has no meaning with NO_SHARD: nothing is sharded")
         return cls(
-            _reshard(reshard_after_forward),
+            False if reshard is None and strategy in _KEEPING else reshard,
             _distance("forward_prefetch", forward_prefetch, {}),
             _distance(
                 "backward_prefetch",
@@ -55,14 +63,22 @@ class ScheduleConfig:
             str(collective_lowering),
         )
 
-    def reshard_of_unit(self, units: list[str]) -> dict[str, bool]:
-        """Whether each unit reshards after the forward, for those where that is not left to the passes."""
+    def reshard_of_unit(self, units: list[str], num_shards: int) -> dict[str, Reshard]:
+        """Whether each unit reshards after the forward, for those where that is not left to the passes.
+
+        Args:
+            num_shards: the ranks that parameters are sharded over.
+
+        Raises:
+            ConfigError: a number of ranks does not divide `num_shards`.
+        """
         setting = self.reshard_after_forward
         if setting is None:
             return {}
-        if isinstance(setting, bool):
-            return dict.fromkeys(units, setting)
-        return {unit: value for unit in units for glob, value in setting.items() if fnmatchcase(unit, glob)}
+        if not isinstance(setting, Mapping):
+            setting = {"*": setting}
+        found = {unit: value for unit in units for glob, value in setting.items() if fnmatchcase(unit, glob)}
+        return {unit: _divided(value, num_shards) for unit, value in found.items()}
 
     def check_globs(self, units: list[str]) -> None:
         """Raise ConfigError for a glob that matches no unit: it would be ignored in silence."""
@@ -72,12 +88,30 @@ class ScheduleConfig:
                     raise ConfigError(f"reshard_after_forward: {glob!r} matches none of the units {units}")
 
 
-def _reshard(value: object) -> bool | Mapping[str, bool] | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, Mapping) and all(isinstance(k, str) and isinstance(v, bool) for k, v in value.items()):
+def _reshard(value: object) -> Reshard | Mapping[str, Reshard] | None:
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return None
+    if _is_reshard(value):
+        return value  # type: ignore[return-value]
+    if isinstance(value, Mapping) and all(isinstance(k, str) and _is_reshard(v) for k, v in value.items()):
         return dict(value)
-    raise ConfigError(f"reshard_after_forward is None, a bool, or a map of unit globs to bool, not {value!r}")
+    raise ConfigError(
+        "reshard_after_forward is None, a bool, a number of ranks, or a map of unit globs to bools and numbers, "
+        f"not {value!r}"
+    )
+
+
+def _is_reshard(value: object) -> bool:
+    return isinstance(value, int) and value >= 0 and (value > 0 or isinstance(value, bool))
+
+
+def _divided(value: Reshard, num_shards: int) -> Reshard:
+    """`value`, where a number of ranks that means all or none of them becomes True or False."""
+    if isinstance(value, bool):
+        return value
+    if num_shards % value:
+        raise ConfigError(f"reshard_after_forward={value} does not divide the {num_shards} ranks that are sharded over")
+    return value == num_shards if value in (1, num_shards) else value
 
 
 def _distance(name: str, value: object, meanings: Mapping[object, int]) -> int:
@@ -113,28 +147,60 @@ class CompileConfig:
             raise ConfigError(f"options are Inductor's; backend={self.backend!r} has none")
 
 
-def reduction_of(gradient_reduction: object) -> str:
-    """The reduction that collectives use, from `gradient_reduction`."""
-    if gradient_reduction not in _REDUCTIONS:
-        raise ConfigError(f"gradient_reduction is one of {tuple(_REDUCTIONS)}, not {gradient_reduction!r}")
-    return _REDUCTIONS[str(gradient_reduction)]
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How gradients of several ranks become one: the operator of the collectives, and what divides its result."""
 
+    operator: str = "avg"
+    divisor: float = 1.0
 
-def refuse_unsupported(
-    sharding_strategy: object, mp_policy: object, offload_policy: object, memory_budget: object, ignored_params: object
-) -> None:
-    """Raise ConfigError for options that this version does not have, rather than ignore them."""
-    if sharding_strategy is not ShardingStrategy.FULL_SHARD:
+    @classmethod
+    def of(cls, gradient_reduction: object) -> Reduction:
+        """From the user's "mean", "sum", or number, which divides the sum."""
+        if isinstance(gradient_reduction, str) and gradient_reduction in ("mean", "sum"):
+            return cls("avg" if gradient_reduction == "mean" else "sum")
+        is_number = isinstance(gradient_reduction, (int, float)) and not isinstance(gradient_reduction, bool)
+        if is_number and 0 < gradient_reduction < math.inf:  # type: ignore[operator]
+            return cls("sum", float(gradient_reduction))  # type: ignore[arg-type]
         raise ConfigError(
-            f"sharding_strategy={sharding_strategy!r} is not supported by this version: FULL_SHARD is, and a 2-D mesh "
-            "(replicate, shard) for hybrid sharding, and reshard_after_forward=False for SHARD_GRAD_OP"
+            "gradient_reduction is 'mean', 'sum', or a positive number that divides the sum, "
+            f"not {gradient_reduction!r}"
         )
-    others = {
-        "mp_policy": mp_policy,
-        "offload_policy": offload_policy,
-        "memory_budget": memory_budget,
-        "ignored_params": ignored_params,
-    }
-    for name, value in others.items():
-        if value is not None:
-            raise ConfigError(f"{name} is not supported by this version; leave it None")
+
+
+def check_strategy(strategy: object) -> ShardingStrategy:
+    """`strategy` if it is one; raises ConfigError if not."""
+    if not isinstance(strategy, ShardingStrategy):
+        raise ConfigError(
+            f"sharding_strategy is a ShardingStrategy of torch.distributed.fsdp, not {strategy!r}"
+            + ("; choosing one by itself is not supported by this version" if strategy == "auto" else "")
+        )
+    return strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadConfig:
+    """Whether shards, gradients and with them optimizer states live on the CPU, and whether in pinned memory."""
+
+    is_on: bool = False
+    pin_memory: bool = False
+
+    @classmethod
+    def of(cls, offload_policy: object) -> OffloadConfig:
+        """From torch's `CPUOffloadPolicy`, `OffloadPolicy` (off) or `CPUOffload`, or None."""
+        if isinstance(offload_policy, CPUOffloadPolicy):
+            return cls(True, offload_policy.pin_memory)
+        if isinstance(offload_policy, CPUOffload):
+            return cls(offload_policy.offload_params, offload_policy.offload_params)
+        if offload_policy is None or type(offload_policy) is OffloadPolicy:
+            return cls()
+        raise ConfigError(
+            "offload_policy is None, or a CPUOffloadPolicy or CPUOffload of torch.distributed.fsdp, "
+            f"not {offload_policy!r}"
+        )
+
+
+def refuse_unsupported(memory_budget: object) -> None:
+    """Raise ConfigError for options that this version does not have, rather than ignore them."""
+    if memory_budget is not None:
+        raise ConfigError("memory_budget is not supported by this version; leave it None")

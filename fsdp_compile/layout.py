@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from .config import Reduction
 from .errors import ConfigError
 from .passes import ops
 from .units import Unit
@@ -23,6 +26,18 @@ class Axis:
     group: str
 
 
+NO_AXIS = Axis(1, "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Over which ranks parameters are sharded, over which they are replicated, and all of them as one axis."""
+
+    shards: Axis
+    replicas: Axis
+    everyone: Axis
+
+
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """The place of one parameter in a shard, in elements."""
@@ -34,13 +49,17 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The shard of one bucket: the parameters of a unit that share dtype, requires_grad and device.
+    """The shard of one bucket: the parameters of a unit that share dtype, requires_grad, device and precision policy.
 
     Attributes:
         bucket: `unit`, or `unit/dtype...` where the unit has several buckets.
         numel: elements of the shard, on every rank.
-        shards: the axis over which it is sharded; of size 1 for 0-d parameters, which every rank keeps whole.
-        replicas: the axis over which gradients are reduced besides; 0-d parameters have all ranks here.
+        dtype, device: of the shard.
+        requires_grad: of the parameters, when they were sharded.
+        shards: the axis over which it is sharded; of size 1 for parameters that every rank keeps whole.
+        replicas: the axis over which gradients are reduced besides; all ranks, for parameters kept whole.
+        param_dtype, reduce_dtype: that gathers and reductions cast to; None leaves what they get.
+        compute_device: the device of the forward, if that is not the shard's.
     """
 
     bucket: str
@@ -51,10 +70,13 @@ class Layout:
     requires_grad: bool
     shards: Axis
     replicas: Axis
-    reduction: str
+    reduction: Reduction
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    compute_device: torch.device | None = None
 
     def unshard_arguments(self, slot: Slot) -> tuple[Any, ...]:
-        """The arguments of `fsdp::unshard` after the shard."""
+        """The arguments of `fsdp::unshard` after the tensors and the destination of the gradient."""
         return (
             self.bucket,
             slot.parameter,
@@ -62,64 +84,116 @@ class Layout:
             slot.shape,
             self.shards.size,
             self.shards.group,
+            self.param_dtype,
+            self.compute_device,
             self.replicas.size,
             self.replicas.group,
-            self.reduction,
+            self.reduction.operator,
+            self.reduction.divisor,
+            self.reduce_dtype,
         )
 
 
-def check_parameters(model: nn.Module) -> None:
+def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ConfigError, naming the parameter, for one that cannot be sharded."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if not parameter.dtype.is_floating_point:
             raise ConfigError(
                 f"{name} is {str(parameter.dtype).removeprefix('torch.')}; FSDP shards floating point parameters only: "
-                "make it a buffer"
+                "pass it in ignored_params, or make it a buffer"
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} has no shape yet: run the lazy module once before sharding it")
 
 
-def lay_out(units: list[Unit], shards: Axis, replicas: Axis, everyone: Axis, reduction: str) -> list[Layout]:
-    """The layout of every bucket, in the order of the units.
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How the buckets of a model are laid out.
 
-    Args:
-        everyone: the axis of all ranks, over which the gradients of 0-d parameters are reduced.
+    Attributes:
+        policy_of_parameter: the precision policy of each parameter, by name; without one it keeps its dtype.
+        offload_from: the device of the forward, if the shards are to live on the CPU.
     """
+
+    axes: Axes
+    reduction: Reduction
+    policy_of_parameter: Mapping[str, MixedPrecisionPolicy] = dataclasses.field(default_factory=dict)
+    offload_from: torch.device | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """What the parameters of a bucket share."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_scalar: bool
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+
+
+def lay_out(units: list[Unit], placement: Placement) -> list[Layout]:
+    """The layout of every bucket, in the order of the units."""
     layouts = []
     for unit in units:
-        buckets: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
+        buckets: dict[_Key, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters:
-            key = (parameter.dtype, parameter.requires_grad, parameter.dim() == 0, parameter.device)
-            buckets.setdefault(key, []).append((name, parameter))
+            buckets.setdefault(_key(name, parameter, placement), []).append((name, parameter))
         for key, parameters in buckets.items():
-            axes = (Axis(1, ""), everyone) if parameters[0][1].dim() == 0 else (shards, replicas)
-            on_several_devices = len({device for *_, device in buckets}) > 1
-            bucket = unit.name if len(buckets) == 1 else f"{unit.name}/{_suffix(*key, on_several_devices)}"
-            layouts.append(_layout(bucket, parameters, *axes, reduction))
+            name = unit.name if len(buckets) == 1 else f"{unit.name}/{_suffix(key, list(buckets))}"
+            layouts.append(_layout(name, key, parameters, placement))
     return layouts
 
 
-def _suffix(
-    dtype: torch.dtype, requires_grad: bool, is_replicated: bool, device: torch.device, on_several_devices: bool
-) -> str:
-    parts = [str(dtype).removeprefix("torch.")]
-    parts += [] if requires_grad else ["frozen"]
-    parts += ["replicated"] if is_replicated else []
-    parts += [str(device)] if on_several_devices else []
+def _key(name: str, parameter: nn.Parameter, placement: Placement) -> _Key:
+    policy = placement.policy_of_parameter.get(name, MixedPrecisionPolicy())
+    is_scalar = parameter.dim() == 0
+    return _Key(
+        parameter.dtype, parameter.device, parameter.requires_grad, is_scalar, policy.param_dtype, policy.reduce_dtype
+    )
+
+
+def _suffix(key: _Key, keys: list[_Key]) -> str:
+    def differs(name: str) -> bool:
+        return len({getattr(other, name) for other in keys}) > 1
+
+    parts = [_short(key.dtype)]
+    parts += [f"as_{_short(key.param_dtype or key.dtype)}"] if differs("param_dtype") else []
+    parts += [f"reduced_as_{_short(key.reduce_dtype)}"] if differs("reduce_dtype") and key.reduce_dtype else []
+    parts += [] if key.requires_grad else ["frozen"]
+    parts += ["replicated"] if key.is_scalar else []
+    parts += [str(key.device)] if differs("device") else []
     return ".".join(parts)
 
 
-def _layout(
-    bucket: str, parameters: list[tuple[str, nn.Parameter]], shards: Axis, replicas: Axis, reduction: str
-) -> Layout:
-    first = parameters[0][1]
-    step = max(1, _ALIGNMENT // first.element_size())
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layout(bucket: str, key: _Key, parameters: list[tuple[str, nn.Parameter]], placement: Placement) -> Layout:
+    axes = placement.axes
+    shards, replicas = (NO_AXIS, axes.everyone) if key.is_scalar else (axes.shards, axes.replicas)
+    num_bytes = [dtype.itemsize for dtype in (key.dtype, key.param_dtype, key.reduce_dtype) if dtype is not None]
+    step = max(1, _ALIGNMENT // min(num_bytes))
     slots = []
     numel = 0
     for name, parameter in parameters:
         slots.append(Slot(name, numel, tuple(parameter.shape)))
         taken = max(1, ops.shard_numel(parameter.shape, shards.size))  # an empty parameter too has its own offset
         numel += -(-taken // step) * step
-    common = first.dtype, first.device, first.requires_grad
-    return Layout(bucket, tuple(slots), numel, *common, shards, replicas, reduction)
+    is_offloaded = placement.offload_from is not None
+    return Layout(
+        bucket,
+        tuple(slots),
+        numel,
+        key.dtype,
+        torch.device("cpu") if is_offloaded and key.device.type != "meta" else key.device,
+        key.requires_grad,
+        shards,
+        replicas,
+        placement.reduction,
+        key.param_dtype,
+        key.reduce_dtype,
+        placement.offload_from if placement.offload_from != torch.device("cpu") else None,
+    )

@@ -26,14 +26,39 @@ from .runtime.gradients import in_backward
 class Read:
     """What `fsdp::unshard` takes: the shard, and the constants that say what to take out of it."""
 
-    shard: HasData
+    shard: Readable
     arguments: tuple[Any, ...]
+    is_frozen: bool
+
+    def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
+        gradient = "none" if self.is_frozen else self.shard.gradient
+        full: torch.Tensor = torch.ops.fsdp.unshard.default(
+            self.shard.data, self.shard.accumulated, gradient, *self.arguments
+        )
+        return full
 
 
-class HasData(Protocol):
-    """A shard; it may change its tensor, when the model moves to another dtype or device."""
+@dataclasses.dataclass
+class LocalRead:
+    """What a single rank computes with: the parameter, in another dtype, on another device."""
+
+    dtype: torch.dtype | None
+    device: torch.device | None
+
+    def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
+        parameter: Any = module._parameters[name]
+        return parameter.to(dtype=self.dtype or parameter.dtype, device=self.device or parameter.device)  # type: ignore[no-any-return]
+
+
+class Readable(Protocol):
+    """A shard; it may change its tensor, when the model moves to another dtype or device.
+
+    `gradient` and `accumulated` say where gradients go; `passes.ops` explains them.
+    """
 
     data: nn.Parameter
+    gradient: str
+    accumulated: nn.Parameter | None
 
 
 @dataclasses.dataclass
@@ -41,6 +66,8 @@ class StandIn:
     """A shard for tracing only."""
 
     data: nn.Parameter
+    gradient: str = "reduce"
+    accumulated: nn.Parameter | None = None
 
 
 @dataclasses.dataclass
@@ -61,7 +88,9 @@ class Running:
             self.depth -= 1
 
 
-def install_reads(model: nn.Module, read_of_parameter: Mapping[nn.Parameter, Read], running: Running) -> None:
+def install_reads(
+    model: nn.Module, read_of_parameter: Mapping[nn.Parameter, Read | LocalRead], running: Running
+) -> None:
     """Make every module of `model` read its parameters as `read_of_parameter` says."""
     for module in model.modules():
         reads = {
@@ -89,8 +118,10 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout]) -> nn.Module:
     for layout in layouts:
         device = "cpu" if layout.device.type == "meta" else layout.device
         data = nn.Parameter(torch.empty(layout.numel, dtype=layout.dtype, device=device), layout.requires_grad)
+        shard = StandIn(data)
         for slot in layout.slots:
-            read_of_parameter[parameter_of_name[slot.parameter]] = Read(StandIn(data), layout.unshard_arguments(slot))
+            read = Read(shard, layout.unshard_arguments(slot), is_frozen=not layout.requires_grad)
+            read_of_parameter[parameter_of_name[slot.parameter]] = read
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         vars(module).update({name: off_meta(value) for name, value in vars(module).items() if torch.is_tensor(value)})
@@ -134,7 +165,6 @@ def _getter(name: str) -> Any:
             if name not in module._parameters:
                 raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
             return module._parameters[name]
-        full: torch.Tensor = torch.ops.fsdp.unshard.default(read.shard.data, *read.arguments)
-        return full
+        return read(module, name)  # type: ignore[no-any-return]
 
     return get

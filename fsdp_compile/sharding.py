@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
 
-from .config import ScheduleConfig
+from .config import OffloadConfig, Reduction, ScheduleConfig
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
-from .layout import Axis, Layout, lay_out
+from .layout import Layout, Placement, lay_out
+from .passes import ops
 from .passes.pipeline import Pipeline
-from .reading import Read, Running, install_reads
+from .precision import Precision, install_casts
+from .reading import LocalRead, Read, Running, install_reads
 from .runtime.flat_shard import FlatShard
 from .runtime.gradients import carry_hooks
-from .runtime.groups import axes_of, is_nccl, whole_mesh
+from .runtime.groups import axes_of, device_of, is_nccl, part_of
 from .runtime.optimizers import note_replacement
 from .units import Unit
 
@@ -28,15 +31,23 @@ from .units import Unit
 class Sharding:
     """What a sharded model knows: its shards, its schedule options, the graphs compiled so far.
 
-    With a single rank `mesh` is None and there are no shards: the parameters are the model's own. `compile` is how the
-    model was compiled, if it was.
+    With a single rank `mesh` is None and there are no shards: the parameters are the model's own.
+
+    Attributes:
+        parts: for every number of ranks that a unit is resharded over after the forward, this rank's place among them.
+        keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
+        is_finishing: whether gradients will be reduced at the end of the running backward.
+        compile: how the model was compiled, if it was.
     """
 
     mesh: DeviceMesh | None
     units: list[str]
-    shards: list[FlatShard]
     schedule: ScheduleConfig
+    shards: list[FlatShard] = dataclasses.field(default_factory=list)
+    parts: dict[int, ops.Part] = dataclasses.field(default_factory=dict)
     running: Running = dataclasses.field(default_factory=Running)
+    keeps_gradients: bool = False
+    is_finishing: bool = False
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
     compile: Callable[[Any], None] | None = None
 
@@ -44,17 +55,24 @@ class Sharding:
         """The passes that this model's graphs run through."""
         lowering = self.schedule.collective_lowering
         is_auto_grouped = lowering == "auto" and self.mesh is not None and is_nccl(self.mesh)
-        return pipeline_of(self.schedule, self.units, grouped=lowering == "grouped" or is_auto_grouped)
+        grouped = lowering == "grouped" or is_auto_grouped
+        num_shards = 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
+        return pipeline_of(self.schedule, self.units, num_shards, self.parts, grouped=grouped)
 
-    def check(self) -> None:
-        """Before a forward: parameters that were moved are views of their shards again."""
+    def prepare(self) -> None:
+        """Before a forward: parameters are views of their shards, and it is known where their gradients will go."""
+        self.is_finishing = False
         for shard in self.shards:
             shard.check_views()
+            shard.prepare(keeps_gradients=self.keeps_gradients)
 
 
-def pipeline_of(schedule: ScheduleConfig, units: list[str], *, grouped: bool) -> Pipeline:
+def pipeline_of(
+    schedule: ScheduleConfig, units: list[str], num_shards: int, parts: Mapping[int, ops.Part], *, grouped: bool
+) -> Pipeline:
+    reshard = schedule.reshard_of_unit(units, num_shards)
     return Pipeline.of(
-        reshard=schedule.reshard_of_unit(units),
+        reshard={unit: value if isinstance(value, bool) else parts[value] for unit, value in reshard.items()},
         forward_prefetch=schedule.forward_prefetch,
         backward_prefetch=schedule.backward_prefetch,
         grouped=grouped,
@@ -70,25 +88,28 @@ def is_sharded(module: nn.Module) -> bool:
     return "_fsdp_sharding" in vars(module)
 
 
-def check_not_sharded(model: nn.Module) -> None:
+def check_not_sharded(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ConfigError if the model, or a part of it, is sharded already."""
     for name, module in model.named_modules():
         if is_sharded(module):
             raise ConfigError(f"{name or 'the model'} is sharded already")
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if isinstance(parameter, torch.distributed.tensor.DTensor):
             raise ConfigError(f"{name} is a DTensor already; FSDP shards plain parameters")
 
 
-def check_modules(model: nn.Module) -> None:
-    """Raise ConfigError for modules that sharding would break in silence.
+def check_modules(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
+    """Raise ConfigError for modules that sharding `parameters` would break in silence.
 
     These are modules that write to their parameters in forward, and modules that keep parameters in attributes besides,
     where they would go on holding the old ones.
     """
-    parameters = set(model.parameters())
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.max_norm is not None
+            and module.weight in parameters
+        ):
             raise ConfigError(
                 f"{name or 'the model'} ({type(module).__name__}) has max_norm, with which its forward writes to its "
                 "weight, which is sharded: normalise the weight outside of forward"
@@ -104,22 +125,47 @@ def check_modules(model: nn.Module) -> None:
                 )
 
 
-def shard_parameters(
-    model: nn.Module,
-    units: list[Unit],
-    mesh: DeviceMesh | None,
-    schedule: ScheduleConfig,
-    *,
-    reduction: str,
-    sync_module_states: bool,
-) -> Sharding:
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a model is to be sharded: everything that was decided, and could be refused, before anything is changed.
+
+    Attributes:
+        parameters: those to shard, by name.
+        param_init_fn: called with every module that holds tensors on the meta device, to give them memory and values.
+    """
+
+    units: list[Unit]
+    parameters: Mapping[str, nn.Parameter]
+    mesh: DeviceMesh | None
+    strategy: ShardingStrategy
+    schedule: ScheduleConfig
+    reduction: Reduction
+    precision: Precision
+    offload: OffloadConfig
+    sync_module_states: bool
+    param_init_fn: Callable[[nn.Module], Any] | None
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the forward runs."""
+        device = device_of(self.parameters)
+        if self.mesh is not None and self.mesh.device_type not in (device.type, "cpu"):
+            return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
+        return device
+
+
+def shard_parameters(model: nn.Module, plan: Plan) -> Sharding:
     """Shard the parameters of `model`, in place. Everything that can be refused has been refused before."""
-    sharding = Sharding(mesh, [unit.name for unit in units], [], schedule)
-    if mesh is not None:
-        if sync_module_states:
-            _broadcast(model, mesh)
-        layouts = _layouts(units, mesh, reduction)
-        sharding.shards = _replace_parameters(model, layouts, mesh, sharding.running)
+    sharding = Sharding(plan.mesh, [unit.name for unit in plan.units], plan.schedule)
+    if plan.mesh is None:
+        _keep_whole(model, plan, sharding.running)
+    else:
+        num_shards = plan.mesh.size(plan.mesh.ndim - 1)
+        reshard = plan.schedule.reshard_of_unit(sharding.units, num_shards).values()
+        for size in sorted({value for value in reshard if not isinstance(value, bool)}):
+            sharding.parts[size] = part_of(plan.mesh, size)
+        _replace_parameters(model, plan, plan.mesh, sharding)
+    install_casts(model, plan.precision)
     vars(model)["_fsdp_sharding"] = sharding
     note_sharding(model, sharding)
     return sharding
@@ -134,46 +180,129 @@ def note_sharding(model: nn.Module, sharding: Sharding) -> None:
             parameter.fsdp_sharding = sharding  # type: ignore[attr-defined]
 
 
-def _layouts(units: list[Unit], mesh: DeviceMesh, reduction: str) -> list[Layout]:
-    shards, replicas = axes_of(mesh)
-    has_scalars = any(parameter.dim() == 0 for unit in units for _, parameter in unit.parameters)
-    everyone = whole_mesh(mesh) if has_scalars else Axis(mesh.size(), "")
-    return lay_out(units, shards, replicas, everyone, reduction)
+def _keep_whole(model: nn.Module, plan: Plan, running: Running) -> None:
+    """On a single rank parameters stay as they are; a forward may read them in another dtype, on another device."""
+    compute_device = plan.compute_device if plan.offload.is_on else None
+    if plan.param_init_fn is not None:
+        for module in model.modules():
+            _materialise(module, plan.param_init_fn)
+    read_of_parameter: dict[nn.Parameter, Read | LocalRead] = {}
+    for name, parameter in model.named_parameters():
+        policy = plan.precision.policy_of_parameter.get(name)
+        dtype = policy.param_dtype if policy else None
+        if name in plan.parameters and (dtype is not None or compute_device is not None):
+            read_of_parameter[parameter] = LocalRead(dtype, compute_device)
+            if compute_device is not None and not parameter.is_meta:
+                parameter.data = _on_cpu(parameter.data, plan.offload)
+    if read_of_parameter:
+        install_reads(model, read_of_parameter, running)
 
 
-def _broadcast(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Parameters and buffers of the mesh's first rank, to all."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if not tensor.is_meta:
-            data = tensor.detach().contiguous()
-            for dim in reversed(range(mesh.ndim)):  # along the rows of the first column's ranks, then from row to row
-                group = mesh.get_group(dim)
-                dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
-            tensor.detach().copy_(data)
+def _on_cpu(tensor: torch.Tensor, offload: OffloadConfig) -> torch.Tensor:
+    on_cpu = tensor.to("cpu")
+    return on_cpu.pin_memory() if offload.pin_memory and torch.cuda.is_available() else on_cpu
 
 
-def _replace_parameters(model: nn.Module, layouts: list[Layout], mesh: DeviceMesh, running: Running) -> list[FlatShard]:
-    original_of_name = dict(model.named_parameters())
+def _replace_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, sharding: Sharding) -> None:
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(parameter, []).append((module, name))
-    read_of_parameter = {}
+    values = _Values(plan, mesh)
+    if plan.sync_module_states:
+        values.broadcast(model.buffers())
+    read_of_parameter: dict[nn.Parameter, Read | LocalRead] = {}
     sharded_of_original = {}
-    shards = []
-    for layout in layouts:
-        originals = [original_of_name[slot.parameter] for slot in layout.slots]
+    for layout in _layouts(plan, mesh):
+        originals = [plan.parameters[slot.parameter] for slot in layout.slots]
         first_owners = [owners[original][0] for original in originals]
-        shard = FlatShard.create(layout, [original.detach() for original in originals], first_owners, mesh)
-        shards.append(shard)
-        for slot, original, parameter in zip(layout.slots, originals, shard.parameters, strict=True):
-            read_of_parameter[original] = Read(shard, layout.unshard_arguments(slot))
-            sharded_of_original[original] = parameter
-    install_reads(model, read_of_parameter, running)
+        tensors = [values.of(original, *owner) for original, owner in zip(originals, first_owners, strict=True)]
+        if plan.param_init_fn is not None and layout.device.type == "meta":
+            layout = dataclasses.replace(
+                layout, device=torch.device("cpu") if plan.offload.is_on else tensors[0].device
+            )
+        is_pinned = plan.offload.pin_memory and torch.cuda.is_available() and layout.device.type == "cpu"
+        shard = FlatShard.create(layout, tensors, first_owners, mesh, pin_memory=is_pinned)
+        sharding.shards.append(shard)
+        for index, (slot, original) in enumerate(zip(layout.slots, originals, strict=True)):
+            read = Read(shard, layout.unshard_arguments(slot), is_frozen=not layout.requires_grad)
+            shard.reads.append(read)
+            read_of_parameter[original], sharded_of_original[original] = read, shard.parameters[index]
+    install_reads(model, read_of_parameter, sharding.running)
     for original, sharded in sharded_of_original.items():
         for module, name in owners[original]:
             module._parameters[name] = sharded
         carry_hooks(original, sharded)
         note_replacement(original, sharded)
-    return shards
+
+
+def _layouts(plan: Plan, mesh: DeviceMesh) -> list[Layout]:
+    has_scalars = any(parameter.dim() == 0 for parameter in plan.parameters.values())
+    placement = Placement(
+        axes_of(mesh, plan.strategy, has_scalars=has_scalars),
+        plan.reduction,
+        plan.precision.policy_of_parameter,
+        plan.compute_device if plan.offload.is_on else None,
+    )
+    return lay_out(plan.units, placement)
+
+
+class _Values:
+    """The full values of parameters, one after another: given memory where they have none, and synchronised."""
+
+    def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
+        self.plan, self.mesh = plan, mesh
+        self.made: dict[tuple[nn.Module, str], torch.Tensor] = {}
+
+    def of(self, original: nn.Parameter, module: nn.Module, name: str) -> torch.Tensor:
+        """The value of a parameter that `module` holds as `name`."""
+        value = original.detach()
+        if value.is_meta and self.plan.param_init_fn is not None:
+            if (module, name) not in self.made:
+                originals = dict(module._parameters)
+                _materialise(module, self.plan.param_init_fn)
+                for made_name, made in module._parameters.items():
+                    if made is not None:
+                        self.made[module, made_name] = made.detach()
+                module._parameters.update(originals)  # until all of them are replaced
+                if self.plan.sync_module_states:
+                    self.broadcast(module._buffers.values())
+            value = self.made.pop((module, name))
+        if self.plan.sync_module_states:
+            self.broadcast([value])
+        return value
+
+    def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """The values of the mesh's first rank, to all."""
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_meta:
+                data = tensor.detach().to(self.plan.compute_device if self.plan.offload.is_on else tensor.device)
+                data = data.contiguous()
+                for dim in reversed(range(self.mesh.ndim)):  # along the first row, then from row to row
+                    group = self.mesh.get_group(dim)
+                    dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
+                tensor.detach().copy_(data)
+
+
+def _materialise(module: nn.Module, param_init_fn: Callable[[nn.Module], Any]) -> None:
+    """Call `param_init_fn` if the module itself holds tensors on the meta device.
+
+    Raises:
+        ConfigError: it has left some of them there, or changed their shapes or dtypes.
+    """
+
+    def held() -> dict[str, torch.Tensor]:
+        return {name: t for name, t in {**module._parameters, **module._buffers}.items() if t is not None}
+
+    before = {name: (tensor.shape, tensor.dtype) for name, tensor in held().items()}
+    if not any(tensor.is_meta for tensor in held().values()):
+        return
+    param_init_fn(module)
+    for name, tensor in held().items():
+        if tensor.is_meta or before.get(name) != (tensor.shape, tensor.dtype):
+            raise ConfigError(
+                f"param_init_fn left {name} of a {type(module).__name__} on the meta device, or changed its shape or "
+                "dtype: it is to give values to all that the module itself holds, as "
+                "module.to_empty(device=..., recurse=False) and then module.reset_parameters() do"
+            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -41,12 +41,13 @@ class Unit:
         return sum(parameter.numel() for _, parameter in self.parameters)
 
 
-def find_units(model: nn.Module, policy: Any) -> list[Unit]:
+def find_units(model: nn.Module, policy: Any, ignored: Collection[nn.Parameter] = ()) -> list[Unit]:
     """The units of `model` in order of definition.
 
     Args:
         policy: "auto", a policy of torch.distributed.fsdp.wrap, a callable (module, recurse, nonwrapped_numel) -> bool,
             module classes, module instances, or globs over module names (one, or an iterable).
+        ignored: parameters that belong to no unit.
 
     Raises:
         ConfigError: the policy is none of these, returns something else than bool, or names no module of the model.
@@ -63,6 +64,8 @@ def find_units(model: nn.Module, policy: Any) -> list[Unit]:
             run.clear()
 
     for name, parameter in model.named_parameters():  # yields tied parameters once
+        if parameter in ignored:
+            continue
         owner = _owner(name, name_of_selected)
         if owner is None:
             if run and _is_embedding(name, model) != _is_embedding(run[-1][0], model):

@@ -7,7 +7,8 @@
     Cost     O(nodes); up to `distance` packed gradients alive while they are reduced
 
 A wait moves to just before the `distance`-th reduction after its own is packed, so that its buffer is gone when the
-next one is filled. A reduction over a second mesh axis belongs to the first: it starts when the first is waited for.
+next one is filled. A reduction over a second mesh axis starts when the first is waited for, and is waited for as late
+again. Casts of what was reduced stay behind its wait.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ class DelayReduceScatterWait:
 
 
 def deadlines(graph: torch.fx.Graph, distance: int) -> list[tuple[list[torch.fx.Node], torch.fx.Node]]:
-    """For every bucket's reduction: what is to run late (its wait and what follows), and the node to run it before."""
+    """What is to run late (the wait for a reduction and what follows up to the next wait), and before which node."""
     if distance == 0:
         return []
     reductions = [node for node in graph.nodes if ops.is_reduction(node) and not _continues(node)]
     begins = [_begin(node) for node in reductions]
-    ends = [*begins, *[graph.output_node()] * distance][distance:]
-    return [(_followers(node), end) for node, end in zip(reductions, ends, strict=True)]
+    ends = [*begins, *[graph.output_node()] * 2 * distance]
+    return [
+        (link, ends[index + (place + 1) * distance])
+        for index, node in enumerate(reductions)
+        for place, link in enumerate(_links(_followers(node)))
+    ]
 
 
 def _continues(node: torch.fx.Node) -> bool:
@@ -55,10 +60,24 @@ def _begin(node: torch.fx.Node) -> torch.fx.Node:
     return source if isinstance(source, torch.fx.Node) and ops.is_call(source, ops.PACK) else node
 
 
+def _links(followers: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:
+    """`followers` in pieces that begin with a wait."""
+    links: list[list[torch.fx.Node]] = []
+    for node in followers:
+        if ops.is_call(node, ops.WAIT):
+            links.append([])
+        links[-1].append(node)
+    return links
+
+
 def _followers(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The chain of waits and reductions that begins with the wait for `node`."""
+    """The chain of waits, reductions and conversions that begins with the wait for `node`."""
+
+    def follows(user: torch.fx.Node) -> bool:
+        return ops.is_call(user, ops.WAIT) or ops.is_reduction(user) or ops.is_conversion(user)
+
     chain = []
-    while following := [user for user in node.users if ops.is_call(user, ops.WAIT) or ops.is_reduction(user)]:
+    while following := list(filter(follows, node.users)):
         node = following[0]
         chain.append(node)
     return chain

@@ -8,7 +8,8 @@
 
 The packed form copies each parameter out of the gathered buffer, except where the bucket holds a single one: its
 chunks already lie one after another. In the grouped form every parameter is gathered into its place and only viewed.
-A bucket that is not sharded (`world_size` 1) needs no gather.
+A bucket that is not sharded (`world_size` 1) needs no gather. A shard is moved to the device and cast to the dtype of
+the computation before it is gathered. A part of the gathered buffer that is kept for the backward is copied at once.
 
 The wait stands before the kernel that a compiler will form around the first use: where that is a light operator, after
 the last heavy one (a matmul, say) before it. A wait amid a run of light operators would cut their kernel into two.
@@ -37,13 +38,17 @@ class InsertAllGather:
         gm.graph.eliminate_dead_code()
 
     def _gather(self, graph: torch.fx.Graph, bucket: GatheredBucket) -> None:
-        buffer = bucket.shard
-        if bucket.world_size > 1:
-            gather = ops.ALL_GATHER_GROUPED if self.grouped else ops.ALL_GATHER
-            with graph.inserting_before(analysis.kernel_begin(bucket.first_use)):
-                pending = ops.call(graph, gather, bucket.shard, bucket.name, bucket.world_size, bucket.group)
+        is_grouped = self.grouped and not bucket.is_parted
+        with graph.inserting_before(analysis.kernel_begin(bucket.first_use)):
+            buffer = _converted(graph, bucket)
+            if bucket.world_size > 1:
+                gather = ops.ALL_GATHER_GROUPED if is_grouped else ops.ALL_GATHER
+                pending = ops.call(graph, gather, buffer, bucket.name, bucket.num_gathered, bucket.group)
                 buffer = ops.call(graph, ops.WAIT, pending)
-        is_view = self.grouped or bucket.world_size == 1 or bucket.holds_one_parameter
+            for part in bucket.parts:
+                arguments = [ops.argument(part, name) for name in ("bucket", "parts", "index")]
+                part.replace_all_uses_with(ops.call(graph, ops.RESHARD, buffer, *arguments, like=part))
+        is_view = is_grouped or bucket.world_size == 1 or bucket.holds_one_parameter
         for unshard, first_use in bucket.first_use_of_unshard.items():
             out = ops.VIEW_OUT if is_view else ops.COPY_OUT
             placement = [ops.argument(unshard, name) for name in ("parameter", "offset", "shape", "world_size")]
@@ -54,13 +59,28 @@ class InsertAllGather:
 
 @dataclasses.dataclass(frozen=True)
 class GatheredBucket:
-    """A bucket that the graph reads: which parameters, each from where on."""
+    """A bucket that the graph reads: which parameters, each from where on.
+
+    Attributes:
+        world_size: the ranks that the parameters are sharded over.
+        num_gathered: the ranks of `group`; fewer where each has kept more than its shard.
+    """
 
     shard: torch.fx.Node
     first_use_of_unshard: dict[torch.fx.Node, torch.fx.Node]
     name: str
     world_size: int
+    num_gathered: int
     group: str
+
+    @property
+    def parts(self) -> list[torch.fx.Node]:
+        """What is kept of the gathered buffer for the backward."""
+        return [user for user in self.shard.users if ops.is_call(user, ops.PART)]
+
+    @property
+    def is_parted(self) -> bool:
+        return bool(self.parts) or ops.kept_part(self.shard) is not None
 
     @property
     def first_use(self) -> torch.fx.Node:
@@ -70,7 +90,7 @@ class GatheredBucket:
     def holds_one_parameter(self) -> bool:
         unshard = next(iter(self.first_use_of_unshard))
         needed = ops.shard_numel(ops.argument(unshard, "shape"), self.world_size)
-        return bool(needed == self.shard.meta["val"].numel())
+        return bool(needed * self.world_size == self.shard.meta["val"].numel() * self.num_gathered)
 
 
 def gathered_buckets(graph: torch.fx.Graph) -> list[GatheredBucket]:
@@ -86,7 +106,20 @@ def gathered_buckets(graph: torch.fx.Graph) -> list[GatheredBucket]:
 
 def _bucket(shard: torch.fx.Node, uses: dict[torch.fx.Node, torch.fx.Node]) -> GatheredBucket:
     first = next(iter(uses))
-    return GatheredBucket(shard, uses, *(ops.argument(first, name) for name in ("bucket", "world_size", "group")))
+    name, world_size, group = (ops.argument(first, name) for name in ("bucket", "world_size", "group"))
+    part = ops.kept_part(shard)
+    gathered = (world_size, group) if part is None else (part.size, part.group)
+    return GatheredBucket(shard, uses, name, world_size, *gathered)
+
+
+def _converted(graph: torch.fx.Graph, bucket: GatheredBucket) -> torch.fx.Node:
+    """The shard on the device and in the dtype of the computation."""
+    source, wanted = bucket.shard, next(iter(bucket.first_use_of_unshard)).meta["val"]
+    if source.meta["val"].device != wanted.device:
+        source = ops.call(graph, ops.MOVE, source, wanted.device)
+    if source.meta["val"].dtype != wanted.dtype:
+        source = ops.call(graph, ops.CAST, source, wanted.dtype)
+    return source
 
 
 def _sink_parameter_values(graph: torch.fx.Graph) -> None:

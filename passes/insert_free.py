@@ -6,8 +6,9 @@
     Keeps    data flow, order
     Cost     O(nodes)
 
-Full buffers are gathered buffers, parameters copied out of them, and the full parameters that a backward takes over
-from its forward. One that the graph returns (a parameter kept for the backward) leaves it alive and is not freed.
+Full buffers are gathered buffers, parameters copied out of them, a bucket that every rank holds whole in the dtype of
+the computation, and the full parameters that a backward takes over from its forward. One that the graph returns (a
+parameter kept for the backward) leaves it alive and is not freed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ class InsertFree:
 
 def full_buffers(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """The nodes that bring a full buffer to life and that no other node of this list is a view of."""
-    return [node for node in graph.nodes if _is_gathered(node) or _is_copy(node) or ops.kept_parameter(node)]
+    return [
+        node
+        for node in graph.nodes
+        if _is_gathered(node) or _is_copy(node) or _is_converted(node) or ops.kept_parameter(node)
+    ]
 
 
 def _is_gathered(node: torch.fx.Node) -> bool:
@@ -41,3 +46,8 @@ def _is_gathered(node: torch.fx.Node) -> bool:
 
 def _is_copy(node: torch.fx.Node) -> bool:
     return ops.is_call(node, ops.COPY_OUT)
+
+
+def _is_converted(node: torch.fx.Node) -> bool:
+    is_last = not any(ops.is_conversion(user) for user in node.users)
+    return ops.is_call(node, ops.CAST, ops.MOVE) and is_last and any(map(ops.is_parameter_out, node.users))

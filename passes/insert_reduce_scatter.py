@@ -8,6 +8,10 @@
 
 In the grouped form each gradient is reduced by itself, in one call, and nothing is packed. A bucket that is not sharded
 (`world_size` 1) is reduced by an all-reduce over its replicas; with both axes, the reduce-scatter comes first.
+
+Gradients are cast to the dtype of the reduction as they are packed, and cast back, divided and moved to the device of
+the shard after. Gradients to be kept for a later step are packed as early, and not reduced; that step packs them again,
+added to its own, whatever the form.
 """
 
 from __future__ import annotations
@@ -28,21 +32,26 @@ class InsertReduceScatter:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         for node, ready in reductions(gm.graph).items():
             with gm.graph.inserting_before(ready.next):
-                node.replace_all_uses_with(self._reduce(gm.graph, node))
+                if ops.is_call(node, ops.PACK):
+                    result = ops.call(gm.graph, ops.PACK, *node.args, like=node)
+                else:
+                    result = _restore(gm.graph, node, self._reduce(gm.graph, node))
+            node.replace_all_uses_with(result)
             gm.graph.erase_node(node)
 
     def _reduce(self, graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
         names = ("bucket", "reduction", "world_size", "group", "replicas", "replica_group")
         bucket, reduction, world_size, group, replicas, replica_group = (ops.argument(node, name) for name in names)
-        gradients = node.args[:5]
+        gradients = node.args[:6]
+        dtype = ops.argument(node, "reduce_dtype") or ops.argument(node, "gradients")[0].meta["val"].dtype
         if world_size == 1:
-            result = ops.call(graph, ops.PACK, *gradients, 1, like=node)
+            result = ops.call(graph, ops.PACK, *gradients, 1, dtype, like=node)
         else:
             axis = world_size, group
-            if self.grouped:
-                pending = ops.call(graph, ops.REDUCE_SCATTER_GROUPED, *gradients, *axis, reduction, like=node)
+            if self.grouped and ops.argument(node, "accumulated") is None:
+                pending = ops.call(graph, ops.REDUCE_SCATTER_GROUPED, *gradients, *axis, dtype, reduction, like=node)
             else:
-                packed = ops.call(graph, ops.PACK, *gradients, world_size, like=node)
+                packed = ops.call(graph, ops.PACK, *gradients, world_size, dtype, like=node)
                 pending = ops.call(graph, ops.REDUCE_SCATTER, packed, bucket, *axis, reduction, like=node)
             result = ops.call(graph, ops.WAIT, pending, like=node)
         if replicas > 1:
@@ -52,10 +61,22 @@ class InsertReduceScatter:
         return result
 
 
+def _restore(graph: torch.fx.Graph, node: torch.fx.Node, reduced: torch.fx.Node) -> torch.fx.Node:
+    """The result of a reduction in the scale and dtype and on the device that `node` (reduce_gradient) asks for."""
+    dtype, divisor, device = (ops.argument(node, name) for name in ("dtype", "divisor", "device"))
+    if reduced.meta["val"].dtype != dtype:
+        reduced = ops.call(graph, ops.CAST, reduced, dtype, like=node)
+    if divisor != 1:
+        reduced = ops.call(graph, ops.DIVIDE, reduced, divisor, like=node)
+    if reduced.meta["val"].device != device:
+        reduced = ops.call(graph, ops.MOVE, reduced, device, like=node)
+    return reduced
+
+
 def reductions(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
-    """Every reduce_gradient with the node that computes the last of its gradients, in the order of the latter."""
+    """Every reduce_gradient or pack, with the node that computes the last of its gradients, in the order of that."""
     position = analysis.positions(graph)
-    nodes = [node for node in graph.nodes if ops.is_call(node, ops.REDUCE_GRADIENT)]
+    nodes = [node for node in graph.nodes if ops.is_call(node, ops.REDUCE_GRADIENT, ops.PACK)]
     ready = {node: max(node.all_input_nodes, key=position.__getitem__) for node in nodes}
     last_input = max(analysis.inputs(graph), key=position.__getitem__)
     for node, last in ready.items():

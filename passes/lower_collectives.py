@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from . import ops
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
+
+
+Gap = Callable[[int, int], torch.fx.Node]
+"""What stands in [begin, end) of a shard where no piece does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,11 @@ class _Lowering:
             return node
         return self.call(_aten.slice.Tensor, node, dim, begin, end, like=like)
 
+    def cast(self, value: torch.fx.Node, dtype: Any, like: torch.fx.Node) -> torch.fx.Node:
+        if value.meta["val"].dtype == dtype:
+            return value
+        return self.call(torch.ops.prims.convert_element_type.default, value, dtype, like=like)
+
     def padded_rows(self, gradient: torch.fx.Node, world_size: int, like: torch.fx.Node) -> torch.fx.Node:
         """A full gradient as 1-D tensor of `world_size` chunks, zeros after its last row."""
         value = gradient.meta["val"]
@@ -77,25 +87,54 @@ class _Lowering:
         flat = self.call(_aten.view.default, self.contiguous(gradient), [value.numel()], like=like)
         return self.call(_aten.constant_pad_nd.default, flat, [0, missing], like=like) if missing else flat
 
-    def joined(self, pieces: dict[int, torch.fx.Node], numel: int, like: torch.fx.Node) -> torch.fx.Node:
-        """A [rows, numel] tensor with every [rows, n] piece at its offset and zeros elsewhere."""
+    def chunks(self, node: torch.fx.Node) -> dict[int, torch.fx.Node]:
+        """The gradients that `node` reduces, by offset, each as [world_size, n] in the dtype of the reduction.
+
+        What was kept of earlier steps is added.
+        """
+        names = ("gradients", "accumulated", "offsets", "world_size", "dtype")
+        gradients, accumulated, offsets, world_size, dtype = (ops.argument(node, name) for name in names)
+        chunks = {}
+        for gradient, offset in zip(gradients, offsets, strict=True):
+            padded = self.padded_rows(gradient, world_size, node)
+            taken = padded.meta["val"].numel() // world_size
+            chunk = self.call(_aten.view.default, padded, [world_size, taken], like=node)
+            if accumulated is not None:
+                kept = self.kept(node, offset, offset + taken)
+                chunk = self.call(_aten.add.Tensor, self.cast(chunk, kept.meta["val"].dtype, node), kept, like=node)
+            chunks[offset] = self.cast(chunk, dtype, node)
+        return chunks
+
+    def kept(self, node: torch.fx.Node, begin: int, end: int) -> torch.fx.Node:
+        """Columns [begin, end) of what earlier steps kept of the gradients that `node` reduces."""
+        accumulated, world_size = ops.argument(node, "accumulated"), ops.argument(node, "world_size")
+        by_rank = self.call(_aten.view.default, accumulated, [world_size, ops.argument(node, "numel")], like=node)
+        return self.section(by_rank, 1, begin, end, node)
+
+    def joined(self, pieces: dict[int, torch.fx.Node], numel: int, gap: Gap, like: torch.fx.Node) -> torch.fx.Node:
+        """A [rows, numel] tensor with every [rows, n] piece at its offset; `gap(begin, end)` fills the rest."""
         parts: list[torch.fx.Node] = []
         filled = 0
         for offset, piece in sorted(pieces.items()):
             if offset > filled:
-                parts.append(self._zeros(piece, offset - filled, like))
+                parts.append(gap(filled, offset))
             parts.append(piece)
             filled = offset + piece.meta["val"].shape[1]
         if numel > filled:
-            parts.append(self._zeros(parts[0], numel - filled, like))
+            parts.append(gap(filled, numel))
         return parts[0] if len(parts) == 1 else self.call(_aten.cat.default, parts, 1, like=like)
 
-    def _zeros(self, piece: torch.fx.Node, numel: int, like: torch.fx.Node) -> torch.fx.Node:
-        value = piece.meta["val"]
-        shape, options = [value.shape[0], numel], {"dtype": value.dtype, "device": value.device}
-        zeros = self.graph.call_function(_aten.full.default, (shape, 0), options)
-        zeros.meta = {"val": value.new_zeros(shape)}
-        return zeros
+    def zeros(self, pieces: dict[int, torch.fx.Node]) -> Gap:
+        """Zeros like `pieces`."""
+        value = next(iter(pieces.values())).meta["val"]
+
+        def gap(begin: int, end: int) -> torch.fx.Node:
+            shape, options = [value.shape[0], end - begin], {"dtype": value.dtype, "device": value.device}
+            zeros = self.graph.call_function(_aten.full.default, (shape, 0), options)
+            zeros.meta = {"val": value.new_zeros(shape)}
+            return zeros
+
+        return gap
 
 
 def _all_gather(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
@@ -122,8 +161,9 @@ def _reduce_scatter(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _reduce_scatter_grouped(lowering: _Lowering, node: torch.fx.Node) -> None:
-    gradients, _, _, offsets, _, world_size, group, reduction = node.args
-    padded = [lowering.padded_rows(gradient, world_size, node) for gradient in gradients]  # type: ignore[union-attr,arg-type]
+    names = ("gradients", "offsets", "world_size", "group", "dtype", "reduction")
+    gradients, offsets, world_size, group, dtype, reduction = (ops.argument(node, name) for name in names)
+    padded = [lowering.cast(lowering.padded_rows(gradient, world_size, node), dtype, node) for gradient in gradients]
     target = _c10d.reduce_scatter_tensor_coalesced.default
     _coalesced(lowering, node, offsets, target, padded, reduction, world_size, group)
 
@@ -158,7 +198,8 @@ def _wait(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node | None:
         offset: lowering.call(_aten.view.default, piece, [1, piece.meta["val"].numel()], like=node)
         for offset, piece in ready.items()
     }
-    return lowering.call(_aten.view.default, lowering.joined(rows, numel, node), [numel], like=node)
+    joined = lowering.joined(rows, numel, lowering.zeros(rows), node)
+    return lowering.call(_aten.view.default, joined, [numel], like=node)
 
 
 def _copy_out(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
@@ -192,14 +233,36 @@ def _in_shape(lowering: _Lowering, chunks: torch.fx.Node, node: torch.fx.Node) -
 
 
 def _pack(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
-    gradients, _, _, offsets, numel, world_size = node.args
-    pieces = {}
-    for gradient, offset in zip(gradients, offsets, strict=True):  # type: ignore[arg-type]
-        padded = lowering.padded_rows(gradient, world_size, node)  # type: ignore[arg-type]
-        chunk = padded.meta["val"].numel() // world_size
-        pieces[offset] = lowering.call(_aten.view.default, padded, [world_size, chunk], like=node)
-    joined = lowering.joined(pieces, numel, node)  # type: ignore[arg-type]
-    return lowering.call(_aten.view.default, joined, [world_size * numel], like=node)  # type: ignore[operator]
+    chunks = lowering.chunks(node)
+    numel, world_size, dtype = (ops.argument(node, name) for name in ("numel", "world_size", "dtype"))
+
+    def kept(begin: int, end: int) -> torch.fx.Node:
+        return lowering.cast(lowering.kept(node, begin, end), dtype, node)
+
+    gap = lowering.zeros(chunks) if ops.argument(node, "accumulated") is None else kept
+    joined = lowering.joined(chunks, numel, gap, node)
+    return lowering.call(_aten.view.default, joined, [world_size * numel], like=node)
+
+
+def _reshard(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
+    gathered: Any
+    gathered, _, parts, index = node.args
+    numel = gathered.meta["val"].numel() // parts
+    return lowering._copy(lowering.section(gathered, 0, index * numel, (index + 1) * numel, node))  # type: ignore[operator]
+
+
+def _cast(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
+    value: Any
+    value, dtype = node.args
+    return lowering.cast(value, dtype, node)
+
+
+def _divide(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
+    return lowering.call(_aten.div.Tensor, *node.args, like=node)
+
+
+def _move(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
+    return lowering.call(torch.ops.prims.device_put.default, *node.args, like=node)
 
 
 def _free(lowering: _Lowering, node: torch.fx.Node) -> None:
@@ -215,6 +278,10 @@ _RULES: dict[Any, Any] = {
     ops.WAIT: _wait,
     ops.COPY_OUT: _copy_out,
     ops.VIEW_OUT: _view_out,
+    ops.RESHARD: _reshard,
     ops.PACK: _pack,
+    ops.CAST: _cast,
+    ops.DIVIDE: _divide,
+    ops.MOVE: _move,
     ops.FREE: _free,
 }

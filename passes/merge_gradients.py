@@ -5,6 +5,8 @@ After    reduce_gradient([add(g1, g2), g3], w, b)
 Needs    nothing: autograd adds up what the reads of one shard contribute
 Keeps    every contribution; those to one parameter are added in the order in which autograd adds them
 Cost     O(nodes)
+
+Gradients that are kept for a later step (`pack`) merge likewise. What earlier steps kept is added once.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ class MergeGradients:
 
 
 def gradient_sums(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """Every sum that consists of `reduce_gradient` calls, outermost sums only, with those calls in order."""
+    """Every sum of `reduce_gradient` (or of `pack`) calls, outermost sums only, with those calls in order."""
     parts_of_sum: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     for node in graph.nodes:
-        if ops.is_call(node, ops.REDUCE_GRADIENT):
+        if ops.is_call(node, ops.REDUCE_GRADIENT, ops.PACK):
             parts_of_sum[node] = [node]
         elif ops.is_call(node, _ADD) and all(source in parts_of_sum for source in node.args):
             parts_of_sum[node] = [part for source in node.all_input_nodes for part in parts_of_sum.pop(source)]
@@ -52,12 +54,13 @@ def _merge(graph: torch.fx.Graph, total: torch.fx.Node, parts: list[torch.fx.Nod
         slots = sorted(gradient_of_slot)
         merged = ops.call(
             graph,
-            ops.REDUCE_GRADIENT,
+            parts[0].target,
             [gradient_of_slot[slot] for slot in slots],
+            ops.argument(parts[0], "accumulated"),
             ops.argument(parts[0], "bucket"),
             [parameter for _, parameter in slots],
             [offset for offset, _ in slots],
-            *parts[0].args[4:],
+            *parts[0].args[5:],
             like=total,
         )
     total.replace_all_uses_with(merged)

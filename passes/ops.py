@@ -7,8 +7,12 @@ shard holds `ceil(rows / world_size)` rows at `offset`, zero padded: dim-0 chunk
 
 What the front end emits, differentiable, one of each per read of a parameter:
 
-    unshard(shard, ...)               the full parameter
-    reduce_gradient(gradients, ...)   the shard's gradient from full gradients of some of its parameters
+    unshard(shard, accumulated, ...)               the full parameter, in the dtype that the forward computes in
+    reduce_gradient(gradients, accumulated, ...)   the shard's gradient from full gradients of some of its parameters
+    pack(gradients, ...)                           those gradients as they are, to be reduced with a later step's
+
+`unshard` says where its gradient goes: "reduce" makes it a `reduce_gradient` of the shard, "keep" a `pack` that is the
+gradient of `accumulated`, and "none" is for frozen parameters. With "reduce", `accumulated` is what earlier steps kept.
 
 What the passes turn that into. The packed form of a gather or a reduction sends one buffer, with copies on one side;
 the grouped form sends one message per parameter in one call, and needs none:
@@ -18,11 +22,13 @@ the grouped form sends one message per parameter in one call, and needs none:
     copy_out(gathered, ...), view_out(gathered, ...)  one full parameter, as a new tensor or as a view
     store(value)                                      the value itself, in memory rather than computed where it is read
     free(full)                                        the end of the life of a gathered buffer or a full parameter
-    pack(gradients, ...)                              full gradients in the layout that reduce_scatter reads
-    reduce_scatter(packed), reduce_scatter_grouped(gradients), all_reduce(gradient)
+    part(shard), reshard(gathered)                    a part of the gathered buffer, kept for a gather by fewer ranks
+    pack(gradients, accumulated, ...)                 full gradients in the layout that reduce_scatter reads
+    reduce_scatter(packed), reduce_scatter_grouped(gradients, accumulated), all_reduce(gradient)
                                                       pending; the shard's gradient
+    cast(value), divide(value), move(value)           another dtype, a smaller gradient, another device
 
-The operators have fake implementations (shapes); `unshard`, `reduce_gradient` and `store` also run, by the
+The operators have fake implementations (shapes); `unshard`, `reduce_gradient`, `pack` and `store` also run, by the
 kernels in `fsdp_compile.runtime`. The others never run.
 """
 
@@ -39,13 +45,15 @@ import torch.fx
 LIBRARY = torch.library.Library("fsdp", "DEF")
 
 _SHARD_GROUP = "int world_size, str group"
-_REDUCTION = "int replicas, str replica_group, str reduction"
-_GRADIENTS = "Tensor[] gradients, str bucket, str[] parameters, int[] offsets, int numel"
+_REDUCTION = "int replicas, str replica_group, str reduction, float divisor, ScalarType? reduce_dtype"
+_GRADIENTS = "Tensor[] gradients, Tensor? accumulated, str bucket, str[] parameters, int[] offsets, int numel"
 _PARAMETER = "str parameter, int offset, int[] shape, int world_size"
+_COMPUTE = "ScalarType? dtype, Device? device"
 
 for _schema in (
-    f"unshard(Tensor shard, str bucket, {_PARAMETER}, str group, {_REDUCTION}) -> Tensor",
-    f"reduce_gradient({_GRADIENTS}, {_SHARD_GROUP}, {_REDUCTION}) -> Tensor",
+    f"unshard(Tensor shard, Tensor? accumulated, str gradient, str bucket, {_PARAMETER}, str group, {_COMPUTE}, "
+    f"{_REDUCTION}) -> Tensor",
+    f"reduce_gradient({_GRADIENTS}, {_SHARD_GROUP}, ScalarType dtype, Device device, {_REDUCTION}) -> Tensor",
     f"all_gather(Tensor shard, str bucket, {_SHARD_GROUP}) -> Tensor",
     f"all_gather_grouped(Tensor shard, str bucket, {_SHARD_GROUP}) -> Tensor",
     "wait(Tensor pending) -> Tensor",
@@ -53,10 +61,15 @@ for _schema in (
     f"view_out(Tensor(a) gathered, {_PARAMETER}) -> Tensor(a)",
     "store(Tensor(a) value) -> Tensor(a)",
     "free(Tensor full) -> ()",
-    f"pack({_GRADIENTS}, int world_size) -> Tensor",
+    "part(Tensor shard, str bucket, int world_size, int parts, int index, ScalarType dtype) -> Tensor",
+    "reshard(Tensor gathered, str bucket, int parts, int index) -> Tensor",
+    f"pack({_GRADIENTS}, int world_size, ScalarType dtype) -> Tensor",
     f"reduce_scatter(Tensor packed, str bucket, {_SHARD_GROUP}, str reduction) -> Tensor",
-    f"reduce_scatter_grouped({_GRADIENTS}, {_SHARD_GROUP}, str reduction) -> Tensor",
+    f"reduce_scatter_grouped({_GRADIENTS}, {_SHARD_GROUP}, ScalarType dtype, str reduction) -> Tensor",
     f"all_reduce(Tensor gradient, str bucket, {_SHARD_GROUP}, str reduction) -> Tensor",
+    "cast(Tensor value, ScalarType dtype) -> Tensor",
+    "divide(Tensor value, float divisor) -> Tensor",
+    "move(Tensor value, Device device) -> Tensor",
 ):
     LIBRARY.define(_schema)
 
@@ -69,10 +82,15 @@ COPY_OUT = torch.ops.fsdp.copy_out.default
 VIEW_OUT = torch.ops.fsdp.view_out.default
 STORE = torch.ops.fsdp.store.default
 FREE = torch.ops.fsdp.free.default
+PART = torch.ops.fsdp.part.default
+RESHARD = torch.ops.fsdp.reshard.default
 PACK = torch.ops.fsdp.pack.default
 REDUCE_SCATTER = torch.ops.fsdp.reduce_scatter.default
 REDUCE_SCATTER_GROUPED = torch.ops.fsdp.reduce_scatter_grouped.default
 ALL_REDUCE = torch.ops.fsdp.all_reduce.default
+CAST = torch.ops.fsdp.cast.default
+DIVIDE = torch.ops.fsdp.divide.default
+MOVE = torch.ops.fsdp.move.default
 
 torch.fx.node.has_side_effect(FREE)
 
@@ -104,15 +122,38 @@ def _fake(name: str) -> Callable[[_Function], _Function]:
 
 
 @_fake("unshard")
-def _(shard: torch.Tensor, bucket: str, parameter: str, offset: int, shape: list[int], *_: Any) -> torch.Tensor:
-    return shard.new_empty(shape)
+def _(
+    shard: torch.Tensor,
+    accumulated: torch.Tensor | None,
+    gradient: str,
+    bucket: str,
+    parameter: str,
+    offset: int,
+    shape: list[int],
+    world_size: int,
+    group: str,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    *_: Any,
+) -> torch.Tensor:
+    return shard.new_empty(shape, dtype=dtype, device=device)
 
 
 @_fake("reduce_gradient")
 def _(
-    gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, *_: Any
+    gradients: list[torch.Tensor],
+    accumulated: torch.Tensor | None,
+    bucket: str,
+    parameters: list[str],
+    offsets: list[int],
+    numel: int,
+    world_size: int,
+    group: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *_: Any,
 ) -> Any:
-    return gradients[0].new_empty(numel)
+    return gradients[0].new_empty(numel, dtype=dtype, device=device)
 
 
 @_fake("all_gather")
@@ -150,11 +191,28 @@ def _(full: torch.Tensor) -> None:
     return None
 
 
+@_fake("part")
+def _(shard: torch.Tensor, bucket: str, world_size: int, parts: int, index: int, dtype: torch.dtype) -> torch.Tensor:
+    return shard.new_empty(shard.numel() * world_size // parts, dtype=dtype)
+
+
+@_fake("reshard")
+def _(gathered: torch.Tensor, bucket: str, parts: int, index: int) -> torch.Tensor:
+    return gathered.new_empty(gathered.numel() // parts)
+
+
 @_fake("pack")
 def _(
-    gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, world_size: int
+    gradients: list[torch.Tensor],
+    accumulated: torch.Tensor | None,
+    bucket: str,
+    parameters: list[str],
+    offsets: list[int],
+    numel: int,
+    world_size: int,
+    dtype: torch.dtype,
 ) -> Any:
-    return gradients[0].new_empty(numel * world_size)
+    return gradients[0].new_empty(numel * world_size, dtype=dtype)
 
 
 @_fake("reduce_scatter")
@@ -164,14 +222,38 @@ def _(packed: torch.Tensor, bucket: str, world_size: int, group: str, reduction:
 
 @_fake("reduce_scatter_grouped")
 def _(
-    gradients: list[torch.Tensor], bucket: str, parameters: list[str], offsets: list[int], numel: int, *_: Any
+    gradients: list[torch.Tensor],
+    accumulated: torch.Tensor | None,
+    bucket: str,
+    parameters: list[str],
+    offsets: list[int],
+    numel: int,
+    world_size: int,
+    group: str,
+    dtype: torch.dtype,
+    reduction: str,
 ) -> Any:
-    return gradients[0].new_empty(numel)
+    return gradients[0].new_empty(numel, dtype=dtype)
 
 
 @_fake("all_reduce")
 def _(gradient: torch.Tensor, bucket: str, world_size: int, group: str, reduction: str) -> torch.Tensor:
     return torch.empty_like(gradient)
+
+
+@_fake("cast")
+def _(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(value, dtype=dtype)
+
+
+@_fake("divide")
+def _(value: torch.Tensor, divisor: float) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+@_fake("move")
+def _(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(value, device=device)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -216,6 +298,25 @@ def unit_of_bucket(bucket: str) -> str:
     return bucket.partition("/")[0]
 
 
+def is_conversion(node: torch.fx.Node) -> bool:
+    """Whether this changes the form of a shard or of its gradient: dtype, scale, device."""
+    return is_call(node, CAST, DIVIDE, MOVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Which part of a bucket's gathered buffer a rank keeps, when it is sharded again over a smaller group.
+
+    Attributes:
+        size: ranks of the smaller group, and parts of the buffer.
+        index: this rank's place in the smaller group.
+    """
+
+    size: int
+    group: str
+    index: int
+
+
 @dataclasses.dataclass(frozen=True)
 class FullParameter:
     """Marks a backward input that is a full parameter kept from the forward instead of being gathered again."""
@@ -232,6 +333,16 @@ def kept_parameter(node: torch.fx.Node) -> FullParameter | None:
 def keep_parameter(node: torch.fx.Node, parameter: FullParameter) -> None:
     """Note that this graph input is a full parameter."""
     node.meta["fsdp_full_parameter"] = parameter
+
+
+def kept_part(node: torch.fx.Node) -> Part | None:
+    """What `keep_part` noted on a graph input, or None."""
+    return node.meta.get("fsdp_part")
+
+
+def keep_part(node: torch.fx.Node, part: Part) -> None:
+    """Note that this graph input is a part of a gathered buffer, to be gathered over a smaller group."""
+    node.meta["fsdp_part"] = part
 
 
 # ---------------------------------------------------------------------------------------------------------------

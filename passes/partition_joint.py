@@ -14,6 +14,7 @@ weight looks free to it, a weight cast to bf16 looks cheap) are computed again i
 
 A unit that is not resharded after the forward is the exception: its full parameters are saved. Where `reshard` does not
 say otherwise, that is the unit which the forward uses last and the backward needs first: freeing it would buy nothing.
+A unit may also be sharded again over a smaller group (`ops.Part`): the part is saved, and gathered over that group.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PREFIX = "primals_unsharded_"  # the partitioner takes inputs by name: `primals
 class PartitionJoint:
     """`reshard` maps names of units to whether they are resharded after the forward; see the module's text."""
 
-    reshard: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    reshard: Mapping[str, bool | ops.Part] = dataclasses.field(default_factory=dict)
 
     def __call__(
         self, joint: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int] = ()
@@ -52,7 +53,7 @@ class PartitionJoint:
         if unshards:
             crossing = Crossing.of(forward, backward, num_fwd_outputs, unshards)
             kept = kept_buckets(crossing, self.reshard)
-            _reshard(crossing, kept)
+            _reshard(crossing, kept, self.reshard)
         return forward, backward
 
 
@@ -65,11 +66,13 @@ class Unshard:
     bucket: str
     parameter: str
     world_size: int
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, node: torch.fx.Node) -> Unshard:
         bucket, parameter, world_size = (ops.argument(node, name) for name in ("bucket", "parameter", "world_size"))
-        return cls(ops.argument(node, "shard").name, node.args[1:], bucket, parameter, world_size)
+        arguments = (None, *node.args[2:])  # what is accumulated meets the gradient, in the backward
+        return cls(ops.argument(node, "shard").name, arguments, bucket, parameter, world_size, node.meta["val"].dtype)
 
 
 def _present_as_inputs(graph: torch.fx.Graph) -> dict[str, Unshard]:
@@ -138,7 +141,7 @@ class Crossing:
         return list(found)
 
 
-def kept_buckets(crossing: Crossing, reshard: Mapping[str, bool]) -> set[str]:
+def kept_buckets(crossing: Crossing, reshard: Mapping[str, bool | ops.Part]) -> set[str]:
     """The buckets whose full parameters the forward saves for the backward."""
     needed = {root for saved in crossing.input_of_saved for root in crossing.roots(saved)}
     gathered = {
@@ -168,14 +171,15 @@ def _last_unit(graph: torch.fx.Graph, bucket_of_parameter: Mapping[torch.fx.Node
     return ops.unit_of_bucket(bucket_of_parameter[max(bucket_of_parameter, key=last_compute)])
 
 
-def _reshard(crossing: Crossing, kept: set[str]) -> None:
-    """Give each side its own unshards, and save shards and kept parameters in place of what follows from them."""
+def _reshard(crossing: Crossing, kept: set[str], reshard: Mapping[str, bool | ops.Part]) -> None:
+    """Give each side its own unshards, and save shards (or parts) and kept parameters in place of what follows."""
     forward, backward = crossing.forward.graph, crossing.backward.graph
     removed = list(crossing.input_of_saved)
     roots = dict.fromkeys(root for saved in removed for root in crossing.roots(saved))
     anchor = _first_saved_tensor(backward)
     newly_saved: dict[torch.fx.Node, torch.fx.Node] = {}  # by the forward's node: the backward's input
     regained: dict[torch.fx.Node, torch.fx.Node] = {}  # by the forward's node: the backward's
+    part_of_bucket: dict[str, torch.fx.Node] = {}
     shard_of_name = {node.name: node for node in analysis.inputs(forward)}
 
     def save(node: torch.fx.Node) -> torch.fx.Node:
@@ -186,13 +190,27 @@ def _reshard(crossing: Crossing, kept: set[str]) -> None:
         return newly_saved[node]
 
     first_compute = next(node for node in backward.nodes if node.op != "placeholder")
+
+    def parted(unshard: Unshard, part: ops.Part) -> torch.fx.Node:
+        if unshard.bucket not in part_of_bucket:
+            shard = shard_of_name[unshard.shard]
+            arguments = unshard.bucket, unshard.world_size, part.size, part.index, unshard.dtype
+            with forward.inserting_before(forward.output_node()):
+                part_of_bucket[unshard.bucket] = ops.call(forward, ops.PART, shard, *arguments)
+        return part_of_bucket[unshard.bucket]
+
     for root in roots:
         unshard = crossing.unshard_of_input[root]
         if unshard.bucket in kept:
             regained[root] = save(root)
             ops.keep_parameter(regained[root], ops.FullParameter(unshard.parameter, unshard.bucket))
         else:
-            shard = save(shard_of_name[unshard.shard])
+            part = reshard.get(ops.unit_of_bucket(unshard.bucket))
+            if isinstance(part, ops.Part) and unshard.world_size > 1:
+                shard = save(parted(unshard, part))
+                ops.keep_part(shard, part)
+            else:
+                shard = save(shard_of_name[unshard.shard])
             with backward.inserting_before(first_compute):
                 regained[root] = ops.call(backward, ops.UNSHARD, shard, *unshard.arguments)
     with backward.inserting_before(first_compute):

@@ -9,6 +9,7 @@
 Distance counts units, in the order of their first use: with distance 1 the gathers of a unit start just before the unit
 before it is waited for, so that one unit is on its way while one is computed with. A unit that the backward takes over
 from the forward counts, though it is not gathered. What would start before the first such unit starts at the top.
+A cast of a shard starts with its gather; a copy from another device starts one unit earlier.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ class PrefetchAllGather:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         position = analysis.positions(gm.graph)
         key: dict[torch.fx.Node, Any] = {node: (index, 1, 0) for node, index in position.items()}
+        start_of_move = starts(gm.graph, self.distance + 1) if self.distance else {}
         for gather, start in starts(gm.graph, self.distance).items():
-            key[gather] = (position[start], 0, position[gather])
+            for node in [gather, *_conversions(gather)]:
+                begin = start_of_move[gather] if self.distance and ops.is_call(node, ops.MOVE) else start
+                key[node] = (position[begin], 0, position[node])
         analysis.reorder(gm.graph, key)
 
 
@@ -65,6 +69,16 @@ def _uses_of_units(graph: torch.fx.Graph) -> list[tuple[str, list[torch.fx.Node]
         else:
             units.append((unit, [use]))
     return units
+
+
+def _conversions(gather: torch.fx.Node) -> list[torch.fx.Node]:
+    """The casts and moves of the shard that is gathered."""
+    source: Any = gather.args[0]
+    found = []
+    while ops.is_conversion(source):
+        found.append(source)
+        source = source.args[0]
+    return found
 
 
 def _is_first_kept(units: list[tuple[str, list[torch.fx.Node]]], index: int) -> bool:

@@ -44,10 +44,15 @@ _SHOWN: dict[Any, tuple[str, ...]] = {  # of the arguments of our operators, tho
     ops.VIEW_OUT: ("gathered", "offset"),
     ops.STORE: ("value",),
     ops.FREE: ("full",),
+    ops.PART: ("shard", "parts", "index"),
+    ops.RESHARD: ("gathered", "parts", "index"),
     ops.PACK: ("gradients", "offsets"),
     ops.REDUCE_SCATTER: ("packed",),
     ops.REDUCE_SCATTER_GROUPED: ("gradients", "offsets"),
     ops.ALL_REDUCE: ("gradient",),
+    ops.CAST: ("value",),
+    ops.DIVIDE: ("value", "divisor"),
+    ops.MOVE: ("value", "device"),
 }
 
 
@@ -82,24 +87,33 @@ def display_names(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
 def _wanted_name(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     if kept := ops.kept_parameter(node):
         return kept.parameter
+    if node.op == "placeholder":
+        return _bucket_of_input(node) or node.name
     if ops.is_call(node, ops.UNSHARD, ops.COPY_OUT, ops.VIEW_OUT):
         return str(ops.argument(node, "parameter"))
     if ops.is_call(node, ops.STORE):
         return f"{names[node.args[0]]}.stored"  # type: ignore[index]
-    if ops.is_call(node, ops.PACK):
-        return f"{ops.argument(node, 'bucket')}.packed"
-    if ops.is_call(node, ops.REDUCE_GRADIENT):
-        return f"{ops.argument(node, 'bucket')}.grad"
-    if ops.is_collective(node):
-        part = "pending" if ops.is_all_gather(node) else "grad.pending"
-        return f"{ops.argument(node, 'bucket')}.{part}"
+    if ops.is_conversion(node):
+        return f"{names[node.args[0]]}.{_conversion(node)}"  # type: ignore[index]
+    part = _part_of_bucket(node)
+    return f"{part[0]}.{part[1]}" if part else node.name
+
+
+def _part_of_bucket(node: torch.fx.Node) -> tuple[str, str] | None:
+    """The bucket that the node's value belongs to, and what it is of that bucket."""
     if ops.is_call(node, ops.WAIT):
         collective: Any = node.args[0]
-        part = "gathered" if ops.is_all_gather(collective) else "grad"
-        return f"{ops.argument(collective, 'bucket')}.{part}"
-    if node.op == "placeholder":
-        return _bucket_of_input(node) or node.name
-    return node.name
+        return ops.argument(collective, "bucket"), "gathered" if ops.is_all_gather(collective) else "grad"
+    if ops.is_collective(node):
+        return ops.argument(node, "bucket"), "pending" if ops.is_all_gather(node) else "grad.pending"
+    names: dict[Any, str] = {ops.PACK: "packed", ops.REDUCE_GRADIENT: "grad", ops.PART: "part", ops.RESHARD: "part"}
+    return (ops.argument(node, "bucket"), names[node.target]) if ops.is_call(node, *names) else None
+
+
+def _conversion(node: torch.fx.Node) -> str:
+    if ops.is_call(node, ops.CAST):
+        return _argument(node.args[1], {})
+    return "divided" if ops.is_call(node, ops.DIVIDE) else str(node.args[1])
 
 
 def _bucket_of_input(node: torch.fx.Node) -> str | None:
@@ -108,12 +122,18 @@ def _bucket_of_input(node: torch.fx.Node) -> str | None:
             return str(ops.argument(user, "bucket"))
         if ops.is_call(user, ops.VIEW_OUT):
             return f"{ops.argument(user, 'parameter')}.shard"
+        if ops.is_conversion(user) and (bucket := _bucket_of_input(user)):
+            return bucket
+        if ops.is_call(user, ops.PACK, ops.REDUCE_GRADIENT) and ops.argument(user, "accumulated") is node:
+            return f"{ops.argument(user, 'bucket')}.accumulated"
     return None
 
 
 def _line(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     shown = _SHOWN.get(node.target) if ops.is_dialect(node) else None
-    values = node.args if shown is None else [ops.argument(node, name) for name in shown]
+    values = list(node.args) if shown is None else [ops.argument(node, name) for name in shown]
+    if "gradients" in (shown or ()) and (accumulated := ops.argument(node, "accumulated")) is not None:
+        values.append(accumulated)
     arguments = [_argument(value, names) for value in values]
     arguments += [f"{name}={_argument(value, names)}" for name, value in node.kwargs.items()]
     call = f"{_target(node)}({', '.join(arguments)})"
@@ -144,7 +164,7 @@ def _argument(value: Any, names: dict[torch.fx.Node, str]) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_argument(item, names) for item in value)}]"
     if isinstance(value, torch.dtype):
-        return _DTYPES.get(value, str(value))
+        return _DTYPES.get(value, str(value).removeprefix("torch."))
     return str(value)
 
 

@@ -426,7 +426,7 @@ def test_the_automatic_lowering_needs_a_process_group():
         ({"collective_lowering": "fast"}, "collective_lowering is one of"),
         ({"forward_prefetch": -1}, "forward_prefetch is one of"),
         ({"backward_prefetch": "far"}, "backward_prefetch is one of"),
-        ({"gradient_reduction": "median"}, "gradient_reduction is one of"),
+        ({"gradient_reduction": "median"}, "gradient_reduction is 'mean', 'sum', or a positive number"),
         ({"reshard_after_forward": "sometimes"}, "reshard_after_forward is None, a bool"),
         ({"reshard_after_forward": {"encoder.*": True}}, r"'encoder.\*' matches none of the units"),
         ({"auto_wrap_policy": ["encoder.*"]}, r"no module of the model matches 'encoder.\*'"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn as nn
@@ -13,8 +13,11 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError
 from ..layout import Layout, Slot
 from ..passes import ops
-from .gradients import hand_over_gradients
+from .gradients import Accumulation, hand_over_gradients
 from .views import local_tensor, local_view, shard_placements, shard_rank
+
+if TYPE_CHECKING:
+    from ..reading import Read
 
 
 @dataclasses.dataclass(eq=False)
@@ -25,8 +28,11 @@ class FlatShard:
         data: the 1-D leaf that compiled graphs take; its gradient is handed over to `parameters` and then cleared.
         parameters: the DTensor parameters that the user sees, one for each slot of the layout, views into `data`.
         owners: for each of them a module that holds it, and its name there.
+        reads: for each of them how the forward reads it.
         sharding: the `fsdp_compile.sharding.Sharding` that this is a part of, once it is complete.
         received: offsets of the parameters that the running backward has a gradient for.
+        accumulation: gradients that are yet to be reduced, once there were any.
+        gradient, accumulated: what reads pass to `fsdp::unshard` for now.
     """
 
     layout: Layout
@@ -34,15 +40,25 @@ class FlatShard:
     data: nn.Parameter = dataclasses.field(init=False)
     parameters: list[nn.Parameter]
     owners: list[tuple[nn.Module, str]]
+    reads: list[Read] = dataclasses.field(default_factory=list)
     sharding: Any = None
     received: set[int] = dataclasses.field(default_factory=set)
+    accumulation: Accumulation | None = None
+    gradient: str = "reduce"
+    accumulated: nn.Parameter | None = None
 
     @classmethod
     def create(
-        cls, layout: Layout, originals: list[torch.Tensor], owners: list[tuple[nn.Module, str]], mesh: DeviceMesh
+        cls,
+        layout: Layout,
+        originals: list[torch.Tensor],
+        owners: list[tuple[nn.Module, str]],
+        mesh: DeviceMesh,
+        *,
+        pin_memory: bool = False,
     ) -> FlatShard:
         """Shard `originals`, one full tensor for each slot."""
-        flat = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+        flat = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device, pin_memory=pin_memory)
         for slot, original in zip(layout.slots, originals, strict=True):
             view = local_view(flat, layout, slot, mesh)
             first_row = shard_rank(layout, mesh) * ops.shard_rows(slot.shape, layout.shards.size)
@@ -71,7 +87,8 @@ class FlatShard:
 
     def _hold(self, flat: torch.Tensor) -> None:
         """Make `flat` the leaf that graphs take."""
-        self.data = nn.Parameter(flat, requires_grad=self.layout.requires_grad)
+        trainable = any(parameter.requires_grad for parameter in self.parameters)
+        self.data = nn.Parameter(flat, requires_grad=trainable)
         self.data.fsdp_flat_shard = self  # type: ignore[attr-defined]  # how the backend knows its inputs
         hand_over_gradients(self)
 
@@ -88,6 +105,8 @@ class FlatShard:
         if all(
             self._is_view(slot, parameter) for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
         ):
+            if self.data.requires_grad != any(parameter.requires_grad for parameter in self.parameters):
+                self._hold(self.data.detach())
             return
         locals_ = [local_tensor(parameter) for parameter in self.parameters]
         kinds = {(local.dtype, local.device) for local in locals_}
@@ -113,9 +132,26 @@ class FlatShard:
                 f"{slot.parameter} was sharded as a DTensor of shape {tuple(slot.shape)} and is now "
                 f"{type(found).__name__}: assign a DTensor of the same shape and placements, or shard a new model"
             )
-        if found.requires_grad and not self.layout.requires_grad:
-            raise ConfigError(f"{slot.parameter} was frozen when it was sharded: unfreeze it before sharding the model")
         return found
+
+    @property
+    def has_accumulated(self) -> bool:
+        return self.accumulation is not None and self.accumulation.leaf.grad is not None
+
+    def prepare(self, *, keeps_gradients: bool) -> None:
+        """Before a forward: where the gradients of its backward are to go."""
+        for read, parameter in zip(self.reads, self.parameters, strict=True):
+            read.is_frozen = not parameter.requires_grad
+        self.gradient, self.accumulated = "reduce", None
+        if self.accumulation is not None:
+            self.accumulation.is_taken = False  # by a backward that ended in an exception
+        if not self.data.requires_grad or not torch.is_grad_enabled():
+            return
+        if keeps_gradients:
+            self.accumulation = self.accumulation or Accumulation.of(self.layout, self.data)
+            self.gradient, self.accumulated = "keep", self.accumulation.leaf
+        elif self.accumulation is not None and self.accumulation.leaf.grad is not None:
+            self.accumulated = nn.Parameter(self.accumulation.leaf.grad, requires_grad=False)
 
     def _is_view(self, slot: Slot, parameter: nn.Parameter) -> bool:
         local, data = local_tensor(parameter), self.data
@@ -127,6 +163,8 @@ class FlatShard:
     def copy_into(self, memo: dict[int, Any]) -> FlatShard:
         """A copy with parameters of its own, noted in `memo` for `copy.deepcopy`; its owners are yet to be set."""
         copied = FlatShard.around(self.data.detach().clone(), self.layout, [], self.mesh)
+        for old, new in zip(self.parameters, copied.parameters, strict=True):
+            new.requires_grad_(old.requires_grad)
         memo |= {id(self): copied, id(self.data): copied.data}
         memo |= {id(old): new for old, new in zip(self.parameters, copied.parameters, strict=True)}
         return copied

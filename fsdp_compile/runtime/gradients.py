@@ -1,19 +1,54 @@
-"""Gradients: what the backward leaves in a shard's leaf becomes the `.grad` of the parameters that the user sees."""
+"""Gradients: what the backward leaves in a shard's leaf becomes the `.grad` of the parameters that the user sees.
+
+A step whose gradients are not reduced (`no_sync`) leaves them, full, in a second leaf, where autograd adds them up. The
+next step that reduces takes them along: its compiled backward packs them with its own gradients. What no compiled
+backward has taken when autograd is done is reduced then, by itself.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from ..layout import Layout
+from .collectives import reduce_packed
 from .views import local_view
 
 if TYPE_CHECKING:
     from .flat_shard import FlatShard
+
+
+@dataclasses.dataclass(eq=False)
+class Accumulation:
+    """Full gradients of a bucket that are yet to be reduced.
+
+    Attributes:
+        leaf: its `.grad` is a 1-D tensor, `world_size` times as long as the shard, laid out as `fsdp::pack` does; it
+            takes no memory itself.
+        offsets: of the parameters that have a part in it.
+        is_taken: whether the running backward has added it to its own gradients.
+    """
+
+    leaf: nn.Parameter
+    offsets: set[int] = dataclasses.field(default_factory=set)
+    is_taken: bool = False
+
+    @classmethod
+    def of(cls, layout: Layout, shard: torch.Tensor) -> Accumulation:
+        """Nothing yet, in the dtype of the shard or that of the reduction, if that is wider."""
+        dtype = torch.promote_types(shard.dtype, layout.reduce_dtype or shard.dtype)
+        one = torch.empty((), dtype=dtype, device=layout.compute_device or shard.device)
+        return cls(nn.Parameter(one.expand(layout.shards.size * layout.numel)))
+
+    def clear(self) -> None:
+        self.leaf.grad, self.is_taken = None, False
+        self.offsets.clear()
 
 
 def hand_over_gradients(shard: FlatShard) -> None:
@@ -27,7 +62,7 @@ def hand_over_gradients(shard: FlatShard) -> None:
         if (found := reference()) is not None:
             _hand_over(found)
 
-    if shard.layout.requires_grad:
+    if shard.data.requires_grad:
         shard.data.register_post_accumulate_grad_hook(hook)
 
 
@@ -36,14 +71,58 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def note_received(data: torch.Tensor, offsets: Iterable[int]) -> None:
-    """Note which parameters of a shard the running backward computes gradients for; others keep `.grad` as it is.
+def shard_of(data: torch.Tensor) -> FlatShard | None:
+    """The shard whose leaf `data` is: none where code is traced."""
+    return getattr(data, "fsdp_flat_shard", None)
 
-    `data` is a shard's leaf when code runs, and something else when it is traced, where there is nothing to note.
-    """
-    shard = getattr(data, "fsdp_flat_shard", None)
-    if shard is not None:
+
+def note_gradients(data: torch.Tensor, offsets: Iterable[int], *, is_kept: bool) -> None:
+    """Note which parameters of a shard the running backward computes gradients for; others keep `.grad` as it is."""
+    if (shard := shard_of(data)) is not None:
+        note_gradients_of(shard, offsets, is_kept=is_kept)
+
+
+def note_gradients_of(shard: FlatShard, offsets: Iterable[int], *, is_kept: bool) -> None:
+    if is_kept and shard.accumulation is not None:
+        shard.accumulation.offsets.update(offsets)
+    elif not is_kept:
         shard.received.update(offsets)
+        _reduce_leftovers_after_backward(shard.sharding)
+
+
+def take_accumulated(shard: FlatShard, accumulated: torch.Tensor) -> torch.Tensor:
+    """What a compiled backward is to add to its gradients: `accumulated`, for the first one, or zeros."""
+    accumulation = shard.accumulation
+    if accumulation is None or accumulation.leaf.grad is None or accumulation.is_taken:
+        return torch.zeros_like(accumulated)
+    accumulation.is_taken = True
+    return accumulated
+
+
+def _reduce_leftovers_after_backward(sharding: Any) -> None:
+    """Have autograd call us at the end of the running backward, if there may be something left to reduce."""
+    if not sharding.is_finishing and any(shard.has_accumulated for shard in sharding.shards):
+        sharding.is_finishing = True
+
+        def finish() -> None:
+            sharding.is_finishing = False
+            for shard in sharding.shards:
+                if shard.has_accumulated:
+                    _reduce_leftover(shard)
+
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+
+@torch.no_grad()
+def _reduce_leftover(shard: FlatShard) -> None:
+    accumulation, layout, data = shard.accumulation, shard.layout, shard.data
+    assert accumulation is not None and accumulation.leaf.grad is not None
+    packed = accumulation.leaf.grad.to(layout.reduce_dtype or layout.param_dtype or data.dtype)
+    offsets = set(accumulation.offsets)
+    accumulation.clear()
+    axes = layout.shards.size, layout.shards.group, data.dtype, data.device, layout.replicas.size, layout.replicas.group
+    flat = reduce_packed(packed, *axes, layout.reduction.operator, layout.reduction.divisor)
+    _give(shard, flat, offsets)
 
 
 @torch.no_grad()
@@ -51,8 +130,16 @@ def _hand_over(shard: FlatShard) -> None:
     flat, shard.data.grad = shard.data.grad, None
     received, shard.received = shard.received, set()
     assert flat is not None
+    if shard.accumulation is not None and shard.accumulation.is_taken:
+        received |= shard.accumulation.offsets
+        shard.accumulation.clear()
+    _give(shard, flat, received)
+
+
+def _give(shard: FlatShard, flat: torch.Tensor, offsets: set[int]) -> None:
+    """Views of `flat` to the parameters at these offsets."""
     for slot, parameter in zip(shard.layout.slots, shard.parameters, strict=True):
-        if slot.offset in received and parameter.requires_grad:
+        if slot.offset in offsets and parameter.requires_grad:
             view = local_view(flat, shard.layout, slot, shard.mesh)
             _accumulate(parameter, DTensor(view, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
 

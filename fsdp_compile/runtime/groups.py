@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 
 from ..errors import ConfigError
-from ..layout import Axis
+from ..layout import NO_AXIS, Axes, Axis
+from ..passes.ops import Part
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-def model_device(model: nn.Module) -> torch.device:
-    """The device type of the model's parameters; without any, the CPU.
+def device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    """The device of the parameters (the first's, of several of a type); without any, the CPU.
 
     Raises:
         ConfigError: the parameters live on several types of devices.
     """
     first_of_type: dict[str, tuple[str, torch.device]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         first_of_type.setdefault(parameter.device.type, (name, parameter.device))
     if len(first_of_type) > 1:
         found = ", ".join(f"{name} on {device}" for name, device in first_of_type.values())
@@ -28,35 +33,97 @@ def model_device(model: nn.Module) -> torch.device:
     return next(iter(first_of_type.values()))[1] if first_of_type else torch.device("cpu")
 
 
-def resolve_mesh(mesh: object, process_group: object, device: torch.device) -> DeviceMesh | None:
-    """The mesh to shard over: `mesh`, or one over `process_group`, or one over all ranks; None for a single rank.
+def resolve_mesh(
+    mesh: object,
+    process_group: object,
+    device: torch.device,
+    strategy: ShardingStrategy,
+    *,
+    is_offloaded: bool = False,
+    local_world_size: int | None = None,
+) -> DeviceMesh | None:
+    """The mesh to shard over; None for a single rank.
+
+    It is `mesh`, or one over `process_group`, or one over all ranks: for hybrid strategies (nodes, ranks of a node),
+    with `local_world_size` ranks on a node.
 
     Raises:
-        ConfigError: both are given, a mesh has more than two dimensions, or no backend serves the device.
+        ConfigError: both are given, a mesh has more than two dimensions or not the two of a hybrid strategy, or no
+            backend serves the device.
     """
+    _check_arguments(mesh, process_group, strategy)
+    if mesh is None and not dist.is_initialized():
+        return None
+    resolved = mesh if isinstance(mesh, DeviceMesh) else None
+    mesh_type = resolved.device_type if resolved and is_offloaded else _mesh_device_type(device)
+    for group in resolved.get_all_groups() if resolved else _listed(process_group):
+        _check_backend(group, device if mesh_type == device.type else torch.device(mesh_type))
+    if resolved is not None and resolved.device_type != mesh_type:
+        raise ConfigError(f"the mesh is for {resolved.device_type}, the model is on {device}")
+    if isinstance(process_group, dist.ProcessGroup):
+        resolved = DeviceMesh.from_group(process_group, mesh_type, mesh_dim_names=("shard",))
+    elif process_group is not None:
+        resolved = _mesh_of_pair(_listed(process_group), mesh_type)
+    elif resolved is None and strategy in _HYBRID:
+        resolved = init_device_mesh(
+            mesh_type, _nodes_and_ranks(local_world_size), mesh_dim_names=("replicate", "shard")
+        )
+    elif resolved is None:
+        resolved = init_device_mesh(mesh_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    return resolved if resolved.size() > 1 else None
+
+
+def _check_arguments(mesh: object, process_group: object, strategy: ShardingStrategy) -> None:
     if mesh is not None and process_group is not None:
         raise ConfigError("give a mesh or a process_group, not both")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh is a DeviceMesh, not {type(mesh).__name__}")
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
         raise ConfigError(f"mesh has {mesh.ndim} dimensions; one (shard) or two (replicate, shard) are supported")
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise ConfigError("process_group is one ProcessGroup; for hybrid sharding give a mesh (replicate, shard)")
-    if mesh is None and not dist.is_initialized():
-        return None
-    mesh_type = _mesh_device_type(device)
-    groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [process_group or dist.group.WORLD]
-    for group in groups:
-        _check_backend(group, device)
-    if isinstance(mesh, DeviceMesh):
-        if mesh.device_type != mesh_type:
-            raise ConfigError(f"the mesh is for {mesh.device_type}, the model is on {device}")
-        resolved = mesh
-    elif isinstance(process_group, dist.ProcessGroup):
-        resolved = DeviceMesh.from_group(process_group, mesh_type, mesh_dim_names=("shard",))
-    else:
-        resolved = init_device_mesh(mesh_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-    return resolved if resolved.size() > 1 else None
+    groups = _listed(process_group)
+    if (isinstance(process_group, (tuple, list)) and len(groups) != 2) or not all(
+        isinstance(group, dist.ProcessGroup) for group in groups
+    ):
+        raise ConfigError("process_group is a ProcessGroup, or a pair of them (shard, replicate)")
+    is_hybrid = len(groups) == 2 if mesh is None else isinstance(mesh, DeviceMesh) and mesh.ndim == 2
+    if strategy in _HYBRID and (mesh is not None or process_group is not None) and not is_hybrid:
+        raise ConfigError(
+            f"{strategy.name} needs a mesh of two dimensions (replicate, shard) or a pair of process groups"
+        )
+
+
+def _listed(process_group: Any) -> list[Any]:
+    if process_group is None:
+        return [dist.group.WORLD]
+    return list(process_group) if isinstance(process_group, (tuple, list)) else [process_group]
+
+
+def _mesh_of_pair(groups: list[dist.ProcessGroup], mesh_type: str) -> DeviceMesh:
+    shards, replicas = groups
+    rows: list[Any] = [None] * dist.get_world_size(replicas)
+    dist.all_gather_object(rows, dist.get_process_group_ranks(shards), group=replicas)
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group([replicas, shards], mesh_type, torch.tensor(rows), mesh_dim_names=names)
+
+
+def _nodes_and_ranks(local_world_size: int | None) -> tuple[int, int]:
+    world_size = dist.get_world_size()
+    if local_world_size is None or world_size % local_world_size:
+        raise ConfigError(
+            f"a hybrid strategy needs to know the ranks of a node (LOCAL_WORLD_SIZE is {local_world_size}, "
+            f"of {world_size} ranks): "
+            "give a mesh (replicate, shard)"
+        )
+    return world_size // local_world_size, local_world_size
+
+
+def part_of(mesh: DeviceMesh, size: int) -> Part:
+    """This rank's place in a group of `size` neighbouring ranks on the shard axis; every rank of the mesh calls it."""
+    ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+    index = mesh.get_local_rank(mesh.ndim - 1)
+    begin = index - index % size
+    group = dist.new_group(ranks[begin : begin + size], use_local_synchronization=True)
+    return Part(size, str(group.group_name), index - begin)
 
 
 def _mesh_device_type(device: torch.device) -> str:
@@ -76,13 +143,17 @@ def _check_backend(group: Any, device: torch.device) -> None:
         )
 
 
-def axes_of(mesh: DeviceMesh) -> tuple[Axis, Axis]:
-    """The axes (shard, replicate) of a mesh of one or two dimensions."""
+def axes_of(mesh: DeviceMesh, strategy: ShardingStrategy, *, has_scalars: bool) -> Axes:
+    """The axes of a mesh of one or two dimensions. The group of all ranks is made only where something needs it."""
     axes = [_axis(mesh, dim) for dim in range(mesh.ndim)]
-    return axes[-1], axes[0] if mesh.ndim == 2 else Axis(1, "")
+    is_replicated = strategy is ShardingStrategy.NO_SHARD
+    everyone = _whole_mesh(mesh) if has_scalars or is_replicated else Axis(mesh.size(), "")
+    if is_replicated:
+        return Axes(NO_AXIS, everyone, everyone)
+    return Axes(axes[-1], axes[0] if mesh.ndim == 2 else NO_AXIS, everyone)
 
 
-def whole_mesh(mesh: DeviceMesh) -> Axis:
+def _whole_mesh(mesh: DeviceMesh) -> Axis:
     """One axis of all ranks of the mesh (`DeviceMesh._flatten` is private as of torch 2.11 to 2.13)."""
     return _axis(mesh if mesh.ndim == 1 else mesh._flatten("fsdp_whole_mesh"), 0)
 

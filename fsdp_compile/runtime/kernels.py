@@ -1,4 +1,4 @@
-"""Kernels of `fsdp::unshard` and `fsdp::reduce_gradient`, so that a sharded model also runs where nothing is compiled.
+"""Kernels of the operators that the front end emits, so that a sharded model also runs where nothing is compiled.
 
 They communicate for one parameter at a time: right, not fast. Compiled graphs never reach them.
 """
@@ -8,70 +8,98 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives
 import torch.nn.functional as F
 
 from ..passes import ops
-from .gradients import note_received
-
-_c10d = torch.ops._c10d_functional
+from .collectives import gather_chunk, reduce_packed
+from .gradients import note_gradients, shard_of
 
 
 def _unshard(
     shard: torch.Tensor,
+    accumulated: torch.Tensor | None,
+    gradient: str,
     bucket: str,
     parameter: str,
     offset: int,
     shape: list[int],
     world_size: int,
     group: str,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
     *_: Any,
 ) -> torch.Tensor:
-    chunk = shard[offset : offset + ops.shard_numel(shape, world_size)]
+    section = shard[offset : offset + ops.shard_numel(shape, world_size)]
+    chunk = section.to(device=device or shard.device, dtype=dtype or shard.dtype)
     if world_size == 1:
-        return chunk.clone().view(shape)
-    gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(chunk.contiguous(), world_size, group))
-    rows: torch.Tensor = gathered.view(-1, *shape[1:])
+        return (chunk.clone() if chunk.data_ptr() == section.data_ptr() else chunk).view(shape)
+    rows = gather_chunk(chunk, world_size, group).view(-1, *shape[1:])
     return rows[: shape[0]].contiguous()
+
+
+def _pack(
+    gradients: list[torch.Tensor],
+    accumulated: torch.Tensor | None,
+    bucket: str,
+    parameters: list[str],
+    offsets: list[int],
+    numel: int,
+    world_size: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    wide = dtype if accumulated is None else accumulated.dtype
+    packed = gradients[0].new_zeros(world_size, numel, dtype=wide)
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        taken = ops.shard_numel(gradient.shape, world_size)
+        padded = F.pad(gradient.reshape(-1), (0, taken * world_size - gradient.numel()))
+        packed[:, offset : offset + taken] = padded.view(world_size, taken)
+    total = packed.view(-1) if accumulated is None else packed.view(-1) + accumulated
+    return total.to(dtype)
 
 
 def _reduce_gradient(
     gradients: list[torch.Tensor],
+    accumulated: torch.Tensor | None,
     bucket: str,
     parameters: list[str],
     offsets: list[int],
     numel: int,
     world_size: int,
     group: str,
+    dtype: torch.dtype,
+    device: torch.device,
     replicas: int,
     replica_group: str,
     reduction: str,
+    divisor: float,
+    reduce_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    reduced = gradients[0].new_zeros(numel)
-    for gradient, offset in zip(gradients, offsets, strict=True):
-        missing = ops.shard_numel(gradient.shape, world_size) * world_size - gradient.numel()
-        chunk = F.pad(gradient.reshape(-1), (0, missing))
-        if world_size > 1:
-            chunk = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(chunk, reduction, world_size, group))
-        reduced[offset : offset + chunk.numel()] = chunk
-    if replicas > 1:
-        reduced = _c10d.wait_tensor(_c10d.all_reduce(reduced, reduction, replica_group))
-    return reduced
+    sent = reduce_dtype or gradients[0].dtype
+    packed = _pack(gradients, accumulated, bucket, parameters, offsets, numel, world_size, sent)
+    return reduce_packed(packed, world_size, group, dtype, device, replicas, replica_group, reduction, divisor)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.shard, ctx.arguments = inputs[0], inputs[1:]
+    ctx.shard, ctx.accumulated, ctx.gradient, ctx.arguments = *inputs[:3], inputs[3:]
 
 
 def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    bucket, parameter, offset, _, *axes = ctx.arguments
-    note_received(ctx.shard, [offset])
-    numel = ctx.shard.numel()
-    reduced = torch.ops.fsdp.reduce_gradient([gradient], bucket, [parameter], [offset], numel, *axes)
-    return (reduced, *[None] * len(ctx.arguments))
+    bucket, parameter, offset, _, world_size, group, _, _, *reduction = ctx.arguments
+    of_shard = of_accumulated = None
+    slot = bucket, [parameter], [offset], ctx.shard.numel(), world_size
+    if ctx.gradient == "keep":
+        of_accumulated = torch.ops.fsdp.pack([gradient], None, *slot, ctx.accumulated.dtype)
+    elif ctx.gradient == "reduce":
+        # Where this runs, each read of a parameter comes by: what is accumulated is added once, when all are done.
+        accumulated = ctx.accumulated if shard_of(ctx.shard) is None else None
+        result = group, ctx.shard.dtype, ctx.shard.device
+        of_shard = torch.ops.fsdp.reduce_gradient([gradient], accumulated, *slot, *result, *reduction)
+    note_gradients(ctx.shard, [offset], is_kept=ctx.gradient == "keep")
+    return (of_shard, of_accumulated, None, *[None] * len(ctx.arguments))
 
 
 ops.LIBRARY.impl("unshard", _unshard, "CompositeExplicitAutograd")
 ops.LIBRARY.impl("store", lambda value: value.view_as(value), "CompositeExplicitAutograd")
+ops.LIBRARY.impl("pack", _pack, "CompositeExplicitAutograd")
 ops.LIBRARY.impl("reduce_gradient", _reduce_gradient, "CompositeExplicitAutograd")
 torch.library.register_autograd("fsdp::unshard", _unshard_backward, setup_context=_setup_context, lib=ops.LIBRARY)

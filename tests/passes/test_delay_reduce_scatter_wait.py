@@ -140,18 +140,18 @@ backward
   mm                                                                128
                             wait top.grad                           64
                             all_reduce top                          64
-                            wait top.grad#2                         64
   pack mid.packed                                                   128
                             reduce_scatter mid                      128
                             wait mid.gathered                       128
   mm                                                                128
                             free mid.gathered                       64
   mm                                                                64
+                            wait top.grad#2                         64
                             wait mid.grad                           0
                             all_reduce mid                          0
-                            wait mid.grad#2                         0
   pack low.packed                                                   64
                             reduce_scatter low                      64
+                            wait mid.grad#2                         64
                             wait low.grad                           0
                             all_reduce low                          0
                             wait low.grad#2                         0""",

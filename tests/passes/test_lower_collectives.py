@@ -2,7 +2,8 @@ import torch
 from torch import nn
 
 from fsdp_compile.capture import Capture
-from fsdp_compile.layout import Axis, lay_out
+from fsdp_compile.config import Reduction
+from fsdp_compile.layout import Placement, lay_out
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.errors import VerifyError
 from fsdp_compile.passes.lower_collectives import LowerCollectives
@@ -24,7 +25,7 @@ from tests.passes.tiny import (
     two_layers,
     two_products,
 )
-from tests.passes.tracing import Drawing, Pictures, trace
+from tests.passes.tracing import REDUCTION, Drawing, Pictures, axes_of, trace
 
 
 class TestLowerCollectives(Pictures):
@@ -230,7 +231,9 @@ backward(primals_2: f32[3,4], tangents_1: f32[3,8])
     def test_an_operator_that_has_no_lowering_is_refused_by_the_verifier(self):
         drawing = Drawing()
         shard = drawing.input("shard", 16)
-        drawing.call(ops.UNSHARD, shard, "up", "up.weight", 0, [8, 4], 2, "shard", 1, "", "avg")
+        drawing.call(
+            ops.UNSHARD, shard, None, "reduce", "up", "up.weight", 0, [8, 4], 2, "shard", None, None, *REDUCTION
+        )
         graph = drawing.returns().then(LowerCollectives())
         message = self.assert_raises(VerifyError, verify_lowered, graph.gm)
         self.assertIn("unshard_default is left after lowering", message)
@@ -253,7 +256,7 @@ def shard_of_rank(parameters, layout, rank):
 
 
 def layouts_of(model, world_size):
-    return lay_out(find_units(model, "auto"), *3 * [Axis(world_size, "shard")], "avg")
+    return lay_out(find_units(model, "auto"), Placement(axes_of(world_size), Reduction()))
 
 
 class TestLoweredLayout(Pictures):
@@ -286,7 +289,9 @@ class TestLoweredLayout(Pictures):
             drawing = Drawing()
             gradients = [drawing.input(f"gradient_{i}", *slot.shape) for i, slot in enumerate(layout.slots)]
             names, offsets = ([getattr(slot, of) for slot in layout.slots] for of in ("parameter", "offset"))
-            packed = drawing.call(ops.PACK, gradients, layout.bucket, names, offsets, layout.numel, world_size)
+            packed = drawing.call(
+                ops.PACK, gradients, None, layout.bucket, names, offsets, layout.numel, world_size, torch.float32
+            )
             graph = drawing.returns(packed).then(LowerCollectives())
             [found] = graph.gm(*(parameters[name] for name in names))
             shards = [shard_of_rank(parameters, layout, rank) for rank in range(world_size)]
@@ -355,7 +360,7 @@ def compiled(model):
     torch._dynamo.reset()
 
     def backend(gm, example_inputs):
-        capture = Capture(Pipeline.of(), lambda graphs: None, lambda received: None, generates_code=False)
+        capture = Capture(Pipeline.of(), lambda graphs: None, lambda gradients, arguments: None, generates_code=False)
         return capture.compile(gm, example_inputs)
 
     return torch.compile(model, backend=backend, fullgraph=True)

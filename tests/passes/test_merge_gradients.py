@@ -4,7 +4,7 @@ from torch import nn
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.merge_gradients import MergeGradients
 from tests.passes.tiny import CalledTwice, Chain, ScaleAndShift, rows, two_layers
-from tests.passes.tracing import Drawing, Pictures, trace
+from tests.passes.tracing import REDUCTION, Drawing, Pictures, trace
 
 
 class TestMergeGradients(Pictures):
@@ -107,7 +107,20 @@ joint(root: f32[8], primals_2: f32[3,4], tangents_1: f32[3,4])
     def test_a_sum_with_something_else_is_left_alone(self):
         drawing = Drawing()
         gradient, other = drawing.input("gradient", 4, 4), drawing.input("other", 8)
-        reduced = drawing.call(ops.REDUCE_GRADIENT, [gradient], "up", ["up.weight"], [0], 8, 2, "shard", 1, "", "avg")
+        reduced = drawing.call(
+            ops.REDUCE_GRADIENT,
+            [gradient],
+            None,
+            "up",
+            ["up.weight"],
+            [0],
+            8,
+            2,
+            "shard",
+            torch.float32,
+            torch.device("cpu"),
+            *REDUCTION,
+        )
         graph = drawing.returns(drawing.call(torch.ops.aten.add.Tensor, reduced, other), name="joint")
         self.assert_left_alone(graph, MergeGradients())
 

@@ -255,26 +255,26 @@ forward(primals_1: f32[3,4], root: f32[8])
         self.assertExpectedInline(
             str(graphs.after(PartitionJoint)),
             """\
-forward(up: f32[16], primals_2, primals_3: f32[s77,4], down: f32[8])
+forward(up: f32[16], primals_2, primals_3: f32[s33,4], down: f32[8])
   up.weight: f32[8,4] = fsdp.unshard(up, 0)
   down.weight: f32[2,8] = fsdp.unshard(down, 0)
   permute: f32[4,8] = permute(up.weight, [1, 0])
-  mm: f32[s77,8] = mm(primals_3, permute)
+  mm: f32[s33,8] = mm(primals_3, permute)
   permute_1: f32[8,2] = permute(down.weight, [1, 0])
-  mm_1: f32[s77,2] = mm(mm, permute_1)
+  mm_1: f32[s33,2] = mm(mm, permute_1)
   return [mm_1, down.weight, primals_3, mm, primals_2]""",
         )
         self.assertExpectedInline(
             str(graphs.after(PartitionJoint, "backward")),
             """\
-backward(primals_2, down.weight: f32[2,8], primals_3: f32[s77,4], mm: f32[s77,8], tangents_1: f32[s77,2])
-  permute_2: f32[2,s77] = permute(tangents_1, [1, 0])
+backward(primals_2, down.weight: f32[2,8], primals_3: f32[s33,4], mm: f32[s33,8], tangents_1: f32[s33,2])
+  permute_2: f32[2,s33] = permute(tangents_1, [1, 0])
   mm_2: f32[2,8] = mm(permute_2, mm)
   permute_1: f32[8,2] = permute(down.weight, [1, 0])
   permute_4: f32[2,8] = permute(permute_1, [1, 0])
-  mm_3: f32[s77,8] = mm(tangents_1, permute_4)
+  mm_3: f32[s33,8] = mm(tangents_1, permute_4)
   down.grad: f32[8] = fsdp.reduce_gradient([mm_2], [0])
-  permute_6: f32[8,s77] = permute(mm_3, [1, 0])
+  permute_6: f32[8,s33] = permute(mm_3, [1, 0])
   mm_4: f32[8,4] = mm(permute_6, primals_3)
   up.grad: f32[16] = fsdp.reduce_gradient([mm_4], [0])
   return [up.grad, None, None, down.grad]""",
@@ -304,7 +304,7 @@ backward(tanh: f32[3,4], tangents_1: f32[3,4])
         x = forward.input("x", 4)
         saved = forward.call(torch.ops.aten.sin.default, x)
         backward.input("cos", 4)
-        parameter = {"x": Unshard("shard", (), "unit", "x", world_size=2)}
+        parameter = {"x": Unshard("shard", (), "unit", "x", world_size=2, dtype=torch.float32)}
         graphs = forward.returns(x, saved).gm, backward.returns().gm
         message = self.assert_raises(PassError, Crossing.of, *graphs, 1, parameter)
         self.assertExpectedInline(

@@ -105,7 +105,7 @@ forward(x: f32[2])
   convert_element_type_default_4: i8[2] = prims.convert_element_type(x, i8)
   convert_element_type_default_5: u8[2] = prims.convert_element_type(x, u8)
   convert_element_type_default_6: b8[2] = prims.convert_element_type(x, b8)
-  convert_element_type_default_7: float8_e4m3fn[2] = prims.convert_element_type(x, torch.float8_e4m3fn)
+  convert_element_type_default_7: float8_e4m3fn[2] = prims.convert_element_type(x, float8_e4m3fn)
   return []""",
         )
 
@@ -147,14 +147,14 @@ forward(x: f32[4])
         self.assertExpectedInline(
             str(trace(Chain(up=nn.Linear(4, 8)), x).graphs.forward),
             """\
-forward(root: f32[20], primals_2, primals_3: f32[s77,4])
+forward(root: f32[20], primals_2, primals_3: f32[s33,4])
   root.pending: f32[40] = fsdp.all_gather(root)
   root.gathered: f32[40] = fsdp.wait(root.pending)
   up.weight: f32[8,4] = fsdp.copy_out(root.gathered, 0)
   permute: f32[4,8] = permute(up.weight, [1, 0])
   up.bias: f32[8] = fsdp.copy_out(root.gathered, 16)
   fsdp.free(root.gathered)
-  addmm: f32[s77,8] = addmm(up.bias, primals_3, permute)
+  addmm: f32[s33,8] = addmm(up.bias, primals_3, permute)
   fsdp.free(up.bias)
   fsdp.free(up.weight)
   return [addmm, primals_3, primals_2]""",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import expecttest
@@ -16,13 +17,19 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from fsdp_compile.capture import capture_only
+from fsdp_compile.config import Reduction
 from fsdp_compile.graphs import RewrittenGraphs
-from fsdp_compile.layout import Axis, lay_out
+from fsdp_compile.layout import NO_AXIS, Axes, Axis, Placement, lay_out
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.pipeline import Pipeline
 from fsdp_compile.passes.printer import print_graph, print_schedule
+from fsdp_compile.precision import find_precision, install_casts
 from fsdp_compile.reading import off_meta, reading_copy
 from fsdp_compile.units import find_units
+
+MEAN = Reduction()
+REDUCTION = 1, "", "avg", 1.0, None
+"""What an operator of the dialect takes where gradients are averaged over one axis, in the dtype they have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +86,15 @@ def trace(
     world_size: int = 2,
     replicas: int = 1,
     policy: Any = "auto",
-    reduction: str = "avg",
+    reduction: Reduction = MEAN,
+    mp_policy: Any = None,
+    prepare: Callable[[nn.Module], None] = lambda reading: None,
     **options: Any,
 ) -> Trace:
-    """All graphs of `model(*inputs)` on `replicas` x `world_size` ranks; `options` are those of `Pipeline.of`."""
+    """All graphs of `model(*inputs)` on `replicas` x `world_size` ranks; `options` are those of `Pipeline.of`.
+
+    `prepare` may change the model that is traced.
+    """
     torch._dynamo.reset()
     steps: list[tuple[object, Graph]] = []
 
@@ -92,11 +104,20 @@ def trace(
     pipeline = Pipeline.of(observer=observe, **options)
     if torch.is_grad_enabled():  # without gradients only the first pass of a joint graph runs
         pipeline = dataclasses.replace(pipeline, joint=(Captured(), *pipeline.joint))
-    shards, copies = Axis(world_size, "shard"), Axis(replicas, "replicate" if replicas > 1 else "")
-    everyone = Axis(world_size * replicas, "world")
-    layouts = lay_out(find_units(model, policy), shards, copies, everyone, reduction)
+    units = find_units(model, policy)
+    precision = find_precision(model, mp_policy, [])
+    layouts = lay_out(units, Placement(axes_of(world_size, replicas), reduction, precision.policy_of_parameter))
     reading = reading_copy(model, layouts)
+    install_casts(reading, precision)
+    prepare(reading)
     return Trace(steps, capture_only(reading, off_meta(inputs), {}, pipeline))
+
+
+def axes_of(world_size: int, replicas: int = 1) -> Axes:
+    copies = Axis(replicas, "replicate") if replicas > 1 else NO_AXIS
+    if world_size == 1:
+        return Axes(NO_AXIS, copies, copies)
+    return Axes(Axis(world_size, "shard"), copies, Axis(world_size * replicas, "world"))
 
 
 def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -1,0 +1,133 @@
+"""Mixed precision: which policy holds for which parameter, and where modules cast what they are called with.
+
+Parameters are cast as shards, before they are gathered, and gradients as they are reduced; `layout.py` and the passes
+do that. What is left is the casts at the boundaries of modules, which are hooks that Dynamo traces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map_only
+
+from .errors import ConfigError
+
+Key = str | type[nn.Module]
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The policies of a model.
+
+    Attributes:
+        policy_of_parameter: by the parameter's name; parameters without a policy keep their dtype.
+        policy_of_boundary: by the name of a module that casts its inputs or outputs.
+    """
+
+    policy_of_parameter: Mapping[str, MixedPrecisionPolicy] = dataclasses.field(default_factory=dict)
+    policy_of_boundary: Mapping[str, MixedPrecisionPolicy] = dataclasses.field(default_factory=dict)
+
+
+def find_precision(model: nn.Module, mp_policy: object, units: Iterable[str]) -> Precision:
+    """What `mp_policy` means for `model`.
+
+    Args:
+        mp_policy: None, a policy for the whole model, or a map to policies from module classes and globs over module
+            names, the root's being "". A parameter has the policy of the innermost module that the map mentions, the
+            last entry of those that match it. Outputs are cast by the root, and by modules that the map mentions.
+        units: the names of modules that are units: they cast their inputs.
+
+    Raises:
+        ConfigError: `mp_policy` is none of these, or an entry matches no module.
+    """
+    if mp_policy is None:
+        return Precision()
+    policy_of_module = _policies(model, mp_policy)
+    boundaries = dict(policy_of_module)
+    for unit in units:
+        if (policy := _innermost(unit, policy_of_module)) is not None:
+            boundaries.setdefault(unit, dataclasses.replace(policy, output_dtype=None))
+    policy_of_parameter = {
+        name: policy
+        for name, _ in model.named_parameters()
+        if (policy := _innermost(name, policy_of_module)) is not None
+    }
+    return Precision(policy_of_parameter, boundaries)
+
+
+def _policies(model: nn.Module, mp_policy: object) -> dict[str, MixedPrecisionPolicy]:
+    """The policy of every module that is mentioned, by name."""
+    if isinstance(mp_policy, MixedPrecisionPolicy):
+        return {"": mp_policy}
+    if not isinstance(mp_policy, Mapping):
+        raise ConfigError(
+            "mp_policy is a MixedPrecisionPolicy of torch.distributed.fsdp, or a map to such policies from module "
+            f"classes and globs over module names, not {mp_policy!r}"
+        )
+    found: dict[str, MixedPrecisionPolicy] = {}
+    for key, policy in mp_policy.items():
+        if not isinstance(policy, MixedPrecisionPolicy):
+            raise ConfigError(f"mp_policy[{key!r}] is a MixedPrecisionPolicy, not {policy!r}")
+        names = [name for name, module in model.named_modules() if _matches(key, name, module)]
+        if not names:
+            raise ConfigError(f"mp_policy: no module of the model matches {key!r}")
+        found |= dict.fromkeys(names, policy)
+    return found
+
+
+def _matches(key: Any, name: str, module: nn.Module) -> bool:
+    if isinstance(key, str):
+        return fnmatchcase(name, key)
+    if isinstance(key, type) and issubclass(key, nn.Module):
+        return isinstance(module, key)
+    raise ConfigError(f"mp_policy: {key!r} is no module class and no glob over module names")
+
+
+def _innermost(name: str, policy_of_module: Mapping[str, MixedPrecisionPolicy]) -> MixedPrecisionPolicy | None:
+    """The policy of the innermost mentioned module that is `name` or holds it."""
+    while name and name not in policy_of_module:
+        name = name.rpartition(".")[0]
+    return policy_of_module.get(name)
+
+
+def install_casts(model: nn.Module, precision: Precision) -> None:
+    """Make the boundaries cast the floating point tensors they are called with, and those they return."""
+    for name, policy in precision.policy_of_boundary.items():
+        module = model.get_submodule(name)
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            module.register_forward_pre_hook(CastInputs(policy.param_dtype), prepend=True, with_kwargs=True)
+        if policy.output_dtype is not None:
+            module.register_forward_hook(CastOutputs(policy.output_dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class CastInputs:
+    """A forward pre-hook."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _cast(args, self.dtype), _cast(kwargs, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class CastOutputs:
+    """A forward hook."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, self.dtype)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, cast, tree)
