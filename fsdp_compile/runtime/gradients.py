@@ -128,8 +128,9 @@ def _reduce_leftover(shard: FlatShard) -> None:
 @torch.no_grad()
 def _hand_over(shard: FlatShard) -> None:
     flat, shard.data.grad = shard.data.grad, None
+    if flat is None:
+        return  # autograd also calls hooks of a leaf that takes part and gets no gradient: one whose gradients are kept
     received, shard.received = shard.received, set()
-    assert flat is not None
     if shard.accumulation is not None and shard.accumulation.is_taken:
         received |= shard.accumulation.offsets
         shard.accumulation.clear()

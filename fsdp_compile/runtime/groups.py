@@ -80,7 +80,7 @@ def _check_arguments(mesh: object, process_group: object, strategy: ShardingStra
         raise ConfigError(f"mesh is a DeviceMesh, not {type(mesh).__name__}")
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
         raise ConfigError(f"mesh has {mesh.ndim} dimensions; one (shard) or two (replicate, shard) are supported")
-    groups = _listed(process_group)
+    groups = [] if process_group is None else _listed(process_group)
     if (isinstance(process_group, (tuple, list)) and len(groups) != 2) or not all(
         isinstance(group, dist.ProcessGroup) for group in groups
     ):

@@ -1,0 +1,227 @@
+"""Gradient accumulation: every micro-batch reduced, or all of them at once at the end, equal to the large batch."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+
+from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile.passes import ops
+from tests.distributed.training import (
+    ROWS,
+    adamw,
+    assert_close,
+    assert_same_gradients,
+    assert_same_parameters,
+    full_gradients,
+)
+from tests.models import build
+from tests.ranks import on_ranks
+
+NUM = 4  # micro-batches in a step
+compiled = functools.partial(fsdp_compile, backend="aot_eager")
+both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
+
+
+def micro_batch(model, step, index, rank=None):
+    """One of the micro-batches that a rank sees in a step."""
+    rank = dist.get_rank() if rank is None else rank
+    rows = model.inputs(ROWS * dist.get_world_size() * NUM, seed=step)
+    begin = (index * dist.get_world_size() + rank) * ROWS
+    return tuple(tensor[begin : begin + ROWS] for tensor in rows)
+
+
+def backward(model, step, index):
+    (model(*micro_batch(model, step, index)) / NUM).backward()
+
+
+def accumulate(model, step, *, syncs):
+    """The gradients of one step; without `syncs` only the last micro-batch reduces."""
+    for index in range(NUM):
+        is_last = index == NUM - 1
+        with contextlib.nullcontext() if syncs or is_last else model.no_sync():
+            backward(model, step, index)
+
+
+def reference(name, steps):
+    model = build(name)
+    optimizer = adamw(model.parameters())
+    for step in range(steps):
+        model(*model.inputs(ROWS * dist.get_world_size() * NUM, seed=step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def num_reductions(graphs):
+    return sum(ops.is_reduction(node) for node in graphs.backward.graph.nodes)
+
+
+class Reductions:
+    """Counts the collectives that reduce, as they run."""
+
+    def __enter__(self):
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.profiler.__exit__(*error)
+        names = [event.name for event in self.profiler.events()]
+        self.num = sum(name.startswith(("_c10d_functional::reduce", "_c10d_functional::all_reduce")) for name in names)
+
+
+@pytest.mark.parametrize("syncs", [True, False], ids=["every", "last"])
+@pytest.mark.parametrize("name", ["gpt", "adapted", "unused", "graph_break", "odd_parameters"])
+@both_front_ends
+@on_ranks(2)
+def test_four_micro_batches_equal_one_large_batch(world_size, front_end, name, syncs):
+    expected = reference(name, 3)
+    model = front_end(build(name))
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        accumulate(model, step, syncs=syncs)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_parameters(model, expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_no_sync_reduces_once_and_otherwise_every_micro_batch_does(world_size, backend):
+    model = fsdp_compile(build("gpt"), backend=backend)
+    with Reductions() as every:
+        accumulate(model, 0, syncs=True)
+    expected = full_gradients(model)
+    model.zero_grad()
+    num_buckets = num_reductions(model.graphs[0])
+    with Reductions() as last:
+        accumulate(model, 0, syncs=False)
+    assert (every.num, last.num) == (NUM * num_buckets, num_buckets)
+    assert [num_reductions(graphs) for graphs in model.graphs] == [num_buckets, 0, num_buckets]
+    for name, gradient in full_gradients(model).items():
+        assert_close(gradient, expected[name])
+    accumulate(model, 1, syncs=False)  # nothing is compiled again
+    assert len(model.graphs) == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharding_strategy": ShardingStrategy.NO_SHARD},
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {"collective_lowering": "grouped"},
+        {"gradient_reduction": "sum"},
+        {"mesh": (2, 2)},
+        {"reshard_after_forward": 2},
+    ],
+    ids=str,
+)
+@on_ranks(4)
+def test_no_sync_under_every_strategy(world_size, options):
+    options = dict(options)
+    mesh = options.pop("mesh", None)
+    if mesh is not None:
+        options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    model, expected = compiled(build("odd_mlp"), **options), compiled(build("odd_mlp"), **options)
+    accumulate(model, 0, syncs=False)
+    accumulate(expected, 0, syncs=True)
+    assert_same_gradients(model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_gradients_accumulate_in_the_dtype_of_the_masters(world_size, front_end):
+    """In bf16 the small addends would be lost."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = front_end(build("odd_mlp"), mp_policy=policy)
+    backward(model, 0, 0)
+    once = full_gradients(model)
+    model.zero_grad()
+    with model.no_sync():
+        for _ in range(99):
+            backward(model, 0, 0)
+    backward(model, 0, 0)
+    for name, gradient in full_gradients(model).items():
+        torch.testing.assert_close(gradient, 100 * once[name], rtol=1e-5, atol=1e-6)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_what_is_kept_does_not_show_and_zero_grad_drops_it(world_size, front_end):
+    model, expected = front_end(build("unused")), build("unused")
+    with model.no_sync():
+        backward(model, 0, 0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.zero_grad()
+    backward(model, 0, 1)
+    for rank in range(world_size):
+        (expected(*micro_batch(expected, 0, 1, rank)) / NUM / world_size).backward()
+    assert_same_gradients(model, expected)
+
+
+class Switch(torch.nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.head = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5), torch.nn.Linear(5, 1)
+
+    def forward(self, x, uses_left):
+        return self.head(torch.tanh(self.left(x) if uses_left else self.right(x))).mean()
+
+
+@both_front_ends
+@on_ranks(2)
+def test_what_the_last_micro_batch_does_not_use_is_reduced_all_the_same(world_size, front_end):
+    torch.manual_seed(0)
+    expected = Switch()
+    torch.manual_seed(0)
+    model = front_end(Switch())
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    rows = x.chunk(2)[dist.get_rank()]
+    with model.no_sync():
+        model(rows, True).backward()
+    model(rows, False).backward()
+    (expected(x, True) + expected(x, False)).backward()
+    assert_same_gradients(model, expected)
+    assert model.left.weight.grad is not None
+
+
+@both_front_ends
+@on_ranks(2)
+def test_evaluation_an_exception_and_two_losses_in_between(world_size, front_end):
+    model, expected = front_end(build("odd_mlp")), build("odd_mlp")
+    model.set_requires_gradient_sync(False)
+    backward(model, 0, 0)
+    with torch.no_grad():
+        model(*micro_batch(model, 0, 1))
+    with pytest.raises(ZeroDivisionError):
+        loss = model(*micro_batch(model, 0, 1))
+        loss.register_hook(lambda gradient: 1 / 0)
+        loss.backward()
+    model.set_requires_gradient_sync(True)
+    losses = [model(*micro_batch(model, 0, index)) for index in (1, 2)]
+    (sum(losses) / NUM).backward()
+    for rank in range(world_size):
+        for index in (0, 1, 2):
+            (expected(*micro_batch(expected, 0, index, rank)) / NUM / world_size).backward()
+    assert_same_gradients(model, expected)
+    backward(model, 0, 3)
+    for rank in range(world_size):
+        (expected(*micro_batch(expected, 0, 3, rank)) / NUM / world_size).backward()
+    assert_same_gradients(model, expected)
+
+
+def test_a_single_process_has_nothing_to_keep():
+    model, expected = compiled(build("odd_mlp")), build("odd_mlp")
+    with model.no_sync():
+        model(*model.inputs(4, seed=0)).backward()
+    expected(*expected.inputs(4, seed=0)).backward()
+    assert_same_gradients(model, expected)
+    with pytest.raises(ConfigError, match="requires_gradient_sync is a bool"):
+        model.set_requires_gradient_sync("no")

@@ -1,0 +1,204 @@
+"""Sharding strategies and resharding after the forward: one result, by different communication."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile.passes import ops
+from tests.distributed.training import (
+    adamw,
+    assert_close,
+    assert_same_gradients,
+    assert_same_parameters,
+    batch_of_rank,
+    global_batch,
+    mean_over_ranks,
+    train,
+    train_unsharded,
+)
+from tests.models import build
+from tests.ranks import on_ranks
+
+STEPS = range(4)
+compiled = functools.partial(fsdp_compile, backend="aot_eager")
+both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
+
+
+def assert_trains_equal(model, name):
+    expected, expected_losses = train_unsharded(name, STEPS)
+    losses = train(model, adamw(model.parameters()), STEPS)
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model, expected)
+
+
+def num_collectives(graph, *targets):
+    return sum(ops.is_call(node, *targets) for node in graph.graph.nodes)
+
+
+def groups_of(graph, target):
+    """The sizes of the groups that gather or reduce, in order."""
+    return [ops.argument(node, "world_size") for node in graph.graph.nodes if ops.is_call(node, target)]
+
+
+@pytest.mark.parametrize("name", ["gpt", "odd_parameters", "adapted", "unused"])
+@both_front_ends
+@on_ranks(3)
+def test_no_shard_keeps_parameters_whole_and_reduces_each_bucket_once(world_size, front_end, name):
+    model = front_end(build(name), sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert all(parameter.placements == (Replicate(),) for parameter in model.parameters())
+    assert_trains_equal(model, name)
+    if isinstance(front_end, functools.partial):  # compiled
+        [graphs] = model.graphs
+        assert num_collectives(graphs.forward, ops.ALL_GATHER) == num_collectives(graphs.backward, ops.ALL_GATHER) == 0
+        reduced = [ops.argument(n, "bucket") for n in graphs.backward.graph.nodes if ops.is_call(n, ops.ALL_REDUCE)]
+        assert len(reduced) == len(set(reduced)) > 1
+
+
+@on_ranks(2)
+def test_no_shard_under_inductor_overlaps_reductions_with_the_backward(world_size):
+    model = fsdp_compile(build("gpt"), sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert_trains_equal(model, "gpt")
+    nodes = [node for node in model.graphs[0].backward.graph.nodes if node.op == "call_function"]
+    first = next(index for index, node in enumerate(nodes) if ops.is_call(node, ops.ALL_REDUCE))
+    assert any("mm" in str(node.target) for node in nodes[first:])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_shard_grad_op_gathers_each_unit_once(world_size, backend):
+    model = fsdp_compile(build("gpt"), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, backend=backend)
+    assert_trains_equal(model, "gpt")
+    [graphs] = model.graphs
+    assert num_collectives(graphs.backward, ops.ALL_GATHER) == 0
+    assert num_collectives(graphs.forward, ops.ALL_GATHER) == num_collectives(graphs.backward, ops.REDUCE_SCATTER)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
+@on_ranks(4)
+def test_hybrid_strategies_on_a_mesh(world_size, strategy):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = compiled(build("gpt"), mesh, sharding_strategy=strategy)
+    assert_trains_equal(model, "gpt")
+    [graphs] = model.graphs
+    assert num_collectives(graphs.backward, ops.ALL_REDUCE) == num_collectives(graphs.backward, ops.REDUCE_SCATTER)
+    is_zero2 = strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
+    assert (num_collectives(graphs.backward, ops.ALL_GATHER) == 0) == is_zero2
+
+
+@on_ranks(4)
+def test_hybrid_sharding_on_a_pair_of_groups(world_size):
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    pair = rows[rank // 2], columns[rank % 2]
+    model = compiled(build("gpt"), process_group=pair, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    weight = next(model.parameters())
+    assert weight.placements == (Replicate(), Shard(0))
+    assert weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert_trains_equal(model, "gpt")
+
+
+@on_ranks(4)
+def test_hybrid_sharding_by_the_ranks_of_a_node(world_size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        with pytest.raises(ConfigError, match="needs to know the ranks of a node"):
+            shard(build("gpt"), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        model = compiled(build("odd_mlp"), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    assert next(model.parameters()).device_mesh.shape == (2, 2)
+    assert_trains_equal(model, "odd_mlp")
+
+
+@pytest.mark.parametrize("lowering", ["packed", "grouped"])
+@pytest.mark.parametrize("name", ["gpt", "odd_mlp", "adapted"])
+@on_ranks(4)
+def test_a_number_of_ranks_gathers_the_backward_over_groups_of_that_size(world_size, name, lowering):
+    model = compiled(build(name), reshard_after_forward=2, collective_lowering=lowering)
+    assert_trains_equal(model, name)
+    [graphs] = model.graphs
+    gathers = ops.ALL_GATHER_GROUPED if lowering == "grouped" else ops.ALL_GATHER
+    assert set(groups_of(graphs.forward, gathers) + groups_of(graphs.forward, ops.ALL_GATHER)) == {4}
+    assert set(groups_of(graphs.backward, ops.ALL_GATHER)) == {2}  # parts travel packed
+
+
+@on_ranks(4)
+def test_smaller_groups_of_a_hybrid_mesh_and_under_inductor(world_size):
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    model = fsdp_compile(build("gpt"), mesh, reshard_after_forward={"*": True, "blocks.0": 2})
+    assert_trains_equal(model, "gpt")
+    buckets = {
+        ops.unit_of_bucket(ops.argument(node, "bucket")): ops.argument(node, "world_size")
+        for node in model.graphs[0].backward.graph.nodes
+        if ops.is_call(node, ops.ALL_GATHER)
+    }
+    assert (buckets["blocks.0"], buckets["blocks.1"]) == (2, 4)
+
+
+@on_ranks(4)
+def test_numbers_that_mean_all_or_none(world_size):
+    one, all_ = (compiled(build("gpt"), reshard_after_forward=number) for number in (1, 4))
+    for model in (one, all_):
+        model(*batch_of_rank(model, 0)).backward()
+    assert num_collectives(one.graphs[0].backward, ops.ALL_GATHER) == 0
+    assert set(groups_of(all_.graphs[0].backward, ops.ALL_GATHER)) == {4}
+
+
+@on_ranks(3)
+def test_sharding_over_some_of_the_ranks(world_size):
+    """Ranks 0 and 1 train; rank 2 does something else meanwhile."""
+    group = dist.new_group([0, 1])
+    model = build("gpt")
+    if dist.get_rank() == 2:
+        return
+    model = compiled(model, process_group=group)
+    expected = build("gpt")
+    parts = [batch_of_rank(expected, 0, rank) for rank in (0, 1)]
+    model(*parts[dist.get_rank()]).backward()
+    expected(*map(torch.cat, zip(*parts, strict=True))).backward()
+    assert_same_gradients(model, expected)
+
+
+@on_ranks(2)
+def test_gradients_are_summed_or_divided_by_a_number(world_size):
+    expected = build("odd_mlp")
+    expected(*global_batch(expected, 0)).backward()
+    for reduction, factor in (("mean", 1.0), ("sum", 2.0), (8, 2 / 8), (0.5, 4.0)):
+        for front_end in (compiled, shard):
+            model = front_end(build("odd_mlp"), gradient_reduction=reduction)
+            model(*batch_of_rank(model, 0)).backward()
+            for name, parameter in model.named_parameters():
+                gradient = dict(expected.named_parameters())[name].grad
+                assert_close(parameter.grad.full_tensor(), gradient * factor)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sharding_strategy": "auto"}, "choosing one by itself is not supported"),
+        ({"sharding_strategy": 1}, "sharding_strategy is a ShardingStrategy"),
+        ({"reshard_after_forward": 3}, "does not divide the 2 ranks"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward is None, a bool, a number of ranks"),
+        ({"reshard_after_forward": -2}, "reshard_after_forward is None, a bool, a number of ranks"),
+        ({"reshard_after_forward": True, "sharding_strategy": ShardingStrategy.NO_SHARD}, "nothing is sharded"),
+        ({"process_group": [1, 2]}, "process_group is a ProcessGroup, or a pair"),
+        ({"gradient_reduction": 0}, "gradient_reduction is"),
+        ({"gradient_reduction": True}, "gradient_reduction is"),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_options_that_mean_nothing_are_refused_and_change_nothing(world_size, options, words):
+    model = build("gpt")
+    with pytest.raises(ConfigError, match=words):
+        fsdp_compile(model, **options)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    with pytest.raises(ConfigError, match="HYBRID_SHARD needs a mesh of two dimensions"):
+        fsdp_compile(model, mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
