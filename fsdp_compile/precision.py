@@ -40,8 +40,9 @@ def find_precision(model: nn.Module, mp_policy: object, units: Iterable[str]) ->
     Args:
         mp_policy: None, a policy for the whole model, or a map to policies from module classes and globs over module
             names, the root's being "". A parameter has the policy of the innermost module that the map mentions, the
-            last entry of those that match it. Outputs are cast by the root, and by modules that the map mentions.
-        units: the names of modules that are units: they cast their inputs.
+            last entry of those that match it. The modules that the map mentions cast their inputs and outputs. With
+            a policy for the whole model the root casts both, and units their inputs.
+        units: the names of modules that are units.
 
     Raises:
         ConfigError: `mp_policy` is none of these, or an entry matches no module.
@@ -50,9 +51,9 @@ def find_precision(model: nn.Module, mp_policy: object, units: Iterable[str]) ->
         return Precision()
     policy_of_module = _policies(model, mp_policy)
     boundaries = dict(policy_of_module)
-    for unit in units:
-        if (policy := _innermost(unit, policy_of_module)) is not None:
-            boundaries.setdefault(unit, dataclasses.replace(policy, output_dtype=None))
+    if isinstance(mp_policy, MixedPrecisionPolicy):
+        for unit in units:
+            boundaries.setdefault(unit, dataclasses.replace(mp_policy, output_dtype=None))
     policy_of_parameter = {
         name: policy
         for name, _ in model.named_parameters()
