@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
 
 from .errors import ConfigError
+from .full_parameters import SummonOptions, shard_full_tensors, summon
 from .graphs import RewrittenGraphs
 from .reading import generated_subclass
+from .runtime.clipping import clip_gradients
 from .sharding import note_sharding, sharding_of
 
 
@@ -27,6 +29,7 @@ class ShardedModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding = sharding_of(self)  # type: ignore[arg-type]
+        sharding.refuse_if_summoned("the model")
         if not torch.compiler.is_compiling():
             sharding.prepare()
         with sharding.running():
@@ -44,6 +47,7 @@ class ShardedModule:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Another model, sharded and compiled like this one, with shards of its own; process groups are shared."""
         sharding = sharding_of(self)  # type: ignore[arg-type]
+        sharding.refuse_if_summoned("copy.deepcopy of the model")
         memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): []}
         copies = [shard.copy_into(memo) for shard in sharding.shards]
         copied = type(self).__new__(type(self))
@@ -56,6 +60,11 @@ class ShardedModule:
         if sharding.compile is not None:
             sharding.compile(copied)
         return copied
+
+    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
+        """What load_state_dict calls for every module, the root before those below it; full tensors are sharded."""
+        shard_full_tensors(self, state_dict, prefix)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 
 def _set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
@@ -91,9 +100,65 @@ def _graphs(model: nn.Module) -> list[RewrittenGraphs]:
     return sharding_of(model).graphs
 
 
+def _clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`; every rank calls it.
+
+    As torch.nn.utils.clip_grad_norm_, with one all-reduce along the axis that the model is sharded over. Parameters
+    that are not sharded count once.
+
+    Args:
+        norm_type: 1, 2, any other positive number, or inf.
+
+    Returns:
+        The norm from before: a plain 0-d tensor, float32, or float64 if a parameter is.
+
+    Raises:
+        RuntimeError: the norm is not finite, and `error_if_nonfinite`; the gradients are unchanged.
+    """
+    sharding = sharding_of(model)
+    sharding.refuse_if_summoned("clip_grad_norm_")
+    return clip_gradients(
+        model.parameters(),
+        sharding.mesh,
+        max_norm=max_norm,
+        norm_type=norm_type,
+        error_if_nonfinite=error_if_nonfinite,
+    )
+
+
+def _summon_full_params(
+    model: nn.Module,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> AbstractContextManager[None]:
+    """A context in which all parameters are full, plain nn.Parameters; every rank enters and leaves it.
+
+    They are gathered bucket by bucket, and are in memory together. When the block ends, by an exception too, the
+    sharded parameters are back.
+
+    Args:
+        writeback: write the values in the full parameters to the sharded ones at the end; otherwise they are dropped.
+        rank0_only: only the first rank of the mesh gets full parameters; the others keep their shards.
+        offload_to_cpu: put the full parameters into the CPU's memory.
+        with_grads: full parameters have full gradients, which are written back too.
+
+    Raises:
+        ConfigError: `rank0_only` together with `writeback`.
+        RuntimeError: inside another one, or in a forward or backward. Inside the block the model cannot be called,
+            copied or pickled.
+    """
+    return summon(model, SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads))
+
+
 _GAINED = {
     "module": property(_module),
     "graphs": property(_graphs),
     "no_sync": _no_sync,
     "set_requires_gradient_sync": _set_requires_gradient_sync,
+    "clip_grad_norm_": _clip_grad_norm_,
+    "summon_full_params": _summon_full_params,
 }

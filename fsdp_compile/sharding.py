@@ -38,6 +38,7 @@ class Sharding:
         keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
         is_finishing: whether gradients will be reduced at the end of the running backward.
         compile: how the model was compiled, if it was.
+        is_summoned: whether full parameters are in the place of the sharded ones for now.
     """
 
     mesh: DeviceMesh | None
@@ -50,6 +51,7 @@ class Sharding:
     is_finishing: bool = False
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
     compile: Callable[[Any], None] | None = None
+    is_summoned: bool = False
 
     def pipeline(self) -> Pipeline:
         """The passes that this model's graphs run through."""
@@ -59,11 +61,21 @@ class Sharding:
         num_shards = 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
         return pipeline_of(self.schedule, self.units, num_shards, self.parts, grouped=grouped)
 
+    def refuse_if_summoned(self, what: str) -> None:
+        """Raise RuntimeError inside summon_full_params, where `what` has no meaning."""
+        if self.is_summoned:
+            raise RuntimeError(f"{what} was called inside summon_full_params: leave its block first")
+
+    def check(self) -> None:
+        """Between steps: parameters that were moved are views of their shards again."""
+        for shard in self.shards:
+            shard.check_views()
+
     def prepare(self) -> None:
         """Before a forward: parameters are views of their shards, and it is known where their gradients will go."""
         self.is_finishing = False
+        self.check()
         for shard in self.shards:
-            shard.check_views()
             shard.prepare(keeps_gradients=self.keeps_gradients)
 
 

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..layout import Layout, Slot
-from ..passes import ops
 from .gradients import Accumulation, hand_over_gradients
-from .views import local_tensor, local_view, shard_placements, shard_rank
+from .views import local_tensor, local_view, rows_of_rank, shard_placements
 
 if TYPE_CHECKING:
     from ..reading import Read
@@ -60,9 +59,7 @@ class FlatShard:
         """Shard `originals`, one full tensor for each slot."""
         flat = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device, pin_memory=pin_memory)
         for slot, original in zip(layout.slots, originals, strict=True):
-            view = local_view(flat, layout, slot, mesh)
-            first_row = shard_rank(layout, mesh) * ops.shard_rows(slot.shape, layout.shards.size)
-            view.copy_(original if not slot.shape else original[first_row : first_row + view.shape[0]])
+            local_view(flat, layout, slot, mesh).copy_(rows_of_rank(original, layout, mesh))
         return cls.around(flat, layout, owners, mesh)
 
     @classmethod

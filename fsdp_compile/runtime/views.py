@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..layout import Layout, Slot
 from ..passes import ops
@@ -22,6 +23,15 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def laid_out_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is sharded as the parameter is; of a plain parameter, the tensor itself."""
+    if not isinstance(parameter, DTensor):
+        return local
+    # `DTensor.from_local` moves what is on another device than the mesh; specs are private, as of torch 2.11 to 2.13.
+    meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(parameter.device_mesh, parameter.placements, meta), requires_grad=False)
+
+
 def local_view(flat: torch.Tensor, layout: Layout, slot: Slot, mesh: DeviceMesh) -> torch.Tensor:
     """The rows of a parameter that belong to this rank, as a view into a tensor laid out as the shard."""
     if layout.shards.size == 1:
@@ -31,6 +41,14 @@ def local_view(flat: torch.Tensor, layout: Layout, slot: Slot, mesh: DeviceMesh)
     inner = slot.shape[1:]
     numel = num_local * torch.Size(inner).numel()
     return flat[slot.offset : slot.offset + numel].view(num_local, *inner)
+
+
+def rows_of_rank(full: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """The rows of a full tensor that belong to this rank, as a view."""
+    if layout.shards.size == 1:
+        return full
+    rows = ops.shard_rows(full.shape, layout.shards.size)
+    return full[shard_rank(layout, mesh) * rows :][:rows]
 
 
 def shard_rank(layout: Layout, mesh: DeviceMesh) -> int:

@@ -1,0 +1,206 @@
+"""Full parameters outside of a forward: `model.summon_full_params()`, and full tensors given to `load_state_dict`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .errors import ConfigError
+from .layout import Layout
+from .passes import ops
+from .runtime.collectives import gather_chunk
+from .runtime.flat_shard import FlatShard
+from .runtime.views import laid_out_as, local_tensor, local_view, rows_of_rank
+from .sharding import Sharding, sharding_of
+
+
+@dataclasses.dataclass(frozen=True)
+class SummonOptions:
+    """What `summon_full_params` is asked for."""
+
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{field.name} is a bool, not {value!r}")
+        if self.writeback and self.rank0_only:
+            raise ConfigError(
+                "summon_full_params(rank0_only=True) cannot write back what only one rank holds: pass writeback=False"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Full:
+    """A full parameter, and the one whose place it takes; layout and mesh of the latter, if it is sharded."""
+
+    name: str
+    parameter: nn.Parameter
+    full: nn.Parameter
+    layout: Layout | None = None
+    mesh: DeviceMesh | None = None
+
+    def write_back(self, *, with_grads: bool) -> None:
+        """Copy this rank's rows of the full parameter, and of its gradient, to where they came from."""
+        if self.full.shape != self.parameter.shape:
+            raise RuntimeError(
+                f"{self.name} has shape {tuple(self.full.shape)} at the end of summon_full_params, "
+                f"and had {tuple(self.parameter.shape)}: it was not written back"
+            )
+        _local(self.parameter).copy_(self._rows(self.full.detach()))
+        if not with_grads:
+            return
+        gradient = self.full.grad
+        if gradient is None:
+            self.parameter.grad = None
+        elif self.parameter.grad is not None:
+            _local(self.parameter.grad).copy_(self._rows(gradient))
+        else:
+            local = _local(self.parameter)
+            rows = torch.empty_like(local).copy_(self._rows(gradient))
+            self.parameter.grad = laid_out_as(self.parameter, rows)
+
+    def _rows(self, full: torch.Tensor) -> torch.Tensor:
+        return full if self.layout is None or self.mesh is None else rows_of_rank(full, self.layout, self.mesh)
+
+
+@contextmanager
+def summon(model: nn.Module, options: SummonOptions) -> Iterator[None]:
+    """`model.summon_full_params`, whose arguments are checked."""
+    sharding = sharding_of(model)
+    sharding.refuse_if_summoned("summon_full_params")
+    if sharding.running:
+        raise RuntimeError("summon_full_params was called in a forward or a backward: call it between them")
+    sharding.check()
+    fulls = list(_full_parameters(model, sharding, options))
+    places = _places(model, fulls)
+    for module, name, full in places:
+        module._parameters[name] = full.full
+    sharding.is_summoned = True
+    try:
+        yield
+    finally:
+        replaced = [full.name for module, name, full in places if module._parameters.get(name) is not full.full]
+        for module, name, full in places:
+            module._parameters[name] = full.parameter
+        sharding.is_summoned = False
+        if options.writeback:
+            _write_back(fulls, replaced, with_grads=options.with_grads)
+
+
+def _places(model: nn.Module, fulls: list[Full]) -> list[tuple[nn.Module, str, Full]]:
+    """Where the modules hold the parameters: tied ones in several places."""
+    full_of_parameter = {full.parameter: full for full in fulls}
+    return [
+        (module, name, full_of_parameter[parameter])
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter in full_of_parameter
+    ]
+
+
+@torch.no_grad()
+def _write_back(fulls: list[Full], replaced: list[str], *, with_grads: bool) -> None:
+    for full in fulls:
+        if full.name not in replaced:
+            full.write_back(with_grads=with_grads)
+    if replaced:
+        raise RuntimeError(
+            f"{', '.join(replaced)}: replaced inside summon_full_params, and not written back; write into the "
+            "parameters instead (copy_, or load_state_dict without assign)"
+        )
+
+
+def _full_parameters(model: nn.Module, sharding: Sharding, options: SummonOptions) -> Iterator[Full]:
+    """Gather one bucket after the other; nothing on ranks that are to receive nothing."""
+    if sharding.mesh is None:
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad if options.with_grads else None
+            yield Full(name, parameter, _parameter(parameter.detach(), gradient, parameter, options))
+        return
+    receives = not options.rank0_only or not any(sharding.mesh.get_coordinate() or [])
+    for shard in sharding.shards:
+        fulls = _gather_bucket(shard, options)
+        if receives:
+            yield from fulls
+
+
+@torch.no_grad()
+def _gather_bucket(shard: FlatShard, options: SummonOptions) -> list[Full]:
+    values = _gather(shard, shard.data.detach())
+    # Whichever gradients this rank has: the others take part.
+    gradients = _gather(shard, _flat_gradient(shard)) if options.with_grads else None
+    fulls = []
+    for index, (slot, parameter) in enumerate(zip(shard.layout.slots, shard.parameters, strict=True)):
+        gradient = None if gradients is None or parameter.grad is None else gradients[index]
+        full = _parameter(values[index], gradient, parameter, options)
+        fulls.append(Full(slot.parameter, parameter, full, shard.layout, shard.mesh))
+    return fulls
+
+
+def _flat_gradient(shard: FlatShard) -> torch.Tensor:
+    flat = torch.zeros_like(shard.data)
+    for slot, parameter in zip(shard.layout.slots, shard.parameters, strict=True):
+        if parameter.grad is not None:
+            local_view(flat, shard.layout, slot, shard.mesh).copy_(_local(parameter.grad))
+    return flat
+
+
+def _gather(shard: FlatShard, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The full tensors of a bucket on the mesh's device, from what every rank's shard (or its gradient) holds."""
+    layout = shard.layout
+    if flat.is_meta:
+        raise RuntimeError(f"{layout.slots[0].parameter} has no values on the meta device: call model.to_empty first")
+    num_ranks, group = layout.shards.size, layout.shards.group
+    flat = flat.to(shard.mesh.device_type)
+    gathered = (flat if num_ranks == 1 else gather_chunk(flat, num_ranks, group)).view(num_ranks, -1)
+    full = []
+    for slot in layout.slots:
+        chunks = gathered[:, slot.offset : slot.offset + ops.shard_numel(slot.shape, num_ranks)]
+        if not slot.shape:
+            full.append(chunks.reshape(()))
+            continue
+        rows = num_ranks * ops.shard_rows(slot.shape, num_ranks)
+        full.append(chunks.reshape(rows, *slot.shape[1:])[: slot.shape[0]])
+    return full
+
+
+def _parameter(
+    value: torch.Tensor, gradient: torch.Tensor | None, like: nn.Parameter, options: SummonOptions
+) -> nn.Parameter:
+    """A plain parameter with storage of its own, as small as the parameter."""
+    device = torch.device("cpu") if options.offload_to_cpu else value.device
+    full = nn.Parameter(torch.empty_like(value, device=device).copy_(value), like.requires_grad)
+    if gradient is not None:
+        full.grad = torch.empty_like(gradient, device=device).copy_(gradient)
+    return full
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def shard_full_tensors(model: nn.Module, state: MutableMapping[str, object], prefix: str) -> None:
+    """Replace full tensors in a state dict that stand for sharded parameters by this rank's rows of them."""
+    sharding = sharding_of(model)
+    if sharding.is_summoned:
+        return
+    sharding.check()
+    layouts = {parameter: shard.layout for shard in sharding.shards for parameter in shard.parameters}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        value, layout = state.get(prefix + name), layouts.get(parameter)
+        if layout is None or sharding.mesh is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == parameter.shape:  # load_state_dict says so otherwise
+            rows = rows_of_rank(value.detach(), layout, sharding.mesh)
+            state[prefix + name] = laid_out_as(parameter, rows.clone(memory_format=torch.contiguous_format))

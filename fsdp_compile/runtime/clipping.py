@@ -1,0 +1,116 @@
+"""Clipping gradients by their norm over all ranks: every rank adds up what it holds, one all-reduce makes it whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..errors import ConfigError
+from .views import local_tensor
+
+_WIDE = torch.float64  # what powers of norms are added in: squares of float32 overflow float32
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Iterable[torch.Tensor],
+    mesh: DeviceMesh | None,
+    *,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients so that their norm, over all ranks, is at most `max_norm`; the norm from before.
+
+    Args:
+        parameters: all parameters of a model, also those without a gradient: whether any of them is sharded decides
+            whether ranks communicate, and has to be the same on all of them.
+        mesh: what the parameters are sharded over: along its last axis. None for a single rank.
+
+    Returns:
+        A 0-d tensor on the mesh's device, the same on every rank that holds a part of the same copy of the model;
+        float64 if a parameter is, else float32.
+
+    Raises:
+        ConfigError: norm_type is not positive.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite`; the gradients are unchanged.
+    """
+    parameters, max_norm, norm_type = list(parameters), float(max_norm), float(norm_type)
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type is a positive number or inf, not {norm_type}")
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = _norm_on_this_rank(_counted(with_gradient, mesh), norm_type, _device(parameters, mesh))
+    if mesh is not None and any(_is_sharded(parameter) for parameter in parameters):
+        norm = _norm_of_norms(norm, norm_type, mesh)
+    has_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    norm = norm.to(torch.float64 if has_double else torch.float32)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; to scale "
+            "them by it anyway, set error_if_nonfinite=False"
+        )
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for (on, _), locals_ in _grouped(map(_local_gradient, with_gradient)).items():
+        torch._foreach_mul_(locals_, coefficient.to(on))
+    return norm
+
+
+def _device(parameters: list[torch.Tensor], mesh: DeviceMesh | None) -> torch.device:
+    """Where ranks communicate; gradients that were offloaded may be elsewhere."""
+    if mesh is not None:
+        return torch.device(mesh.device_type)
+    return parameters[0].device if parameters else torch.device("cpu")
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return local_tensor(gradient) if isinstance(gradient, DTensor) else gradient
+
+
+def _counted(parameters: list[torch.Tensor], mesh: DeviceMesh | None) -> list[torch.Tensor]:
+    """The gradients that this rank adds to the norm: its shards, and the first rank what every rank holds whole."""
+    is_first = mesh is None or mesh.get_local_rank(mesh.ndim - 1) == 0
+    return [_local_gradient(parameter) for parameter in parameters if is_first or _is_sharded(parameter)]
+
+
+def _norm_on_this_rank(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    norms = [torch.zeros(1, dtype=_WIDE, device=device)]  # a rank may hold no gradient
+    for (_, dtype), locals_ in _grouped(gradients).items():
+        # Norms of half-precision gradients are float32; `_foreach_norm` is private as of torch 2.11 to 2.13.
+        computed = torch._foreach_norm(locals_, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+        norms.append(torch.stack(computed).to(device, _WIDE))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    return norm
+
+
+def _norm_of_norms(norm: torch.Tensor, norm_type: float, mesh: DeviceMesh) -> torch.Tensor:
+    """The norm over all ranks of the mesh's last axis, from that of every rank: one all-reduce."""
+    group = mesh.get_group(mesh.ndim - 1)
+    if not math.isinf(norm_type):
+        power = norm**norm_type
+        dist.all_reduce(power, group=group)
+        return power ** (1 / norm_type)
+    # A maximum may or may not keep a nan, so it travels as a flag.
+    both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().to(_WIDE)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    largest, has_nan = both.unbind()
+    return torch.where(has_nan > 0, math.nan, largest)
+
+
+def _grouped(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """By device and dtype, without empty ones, whose largest element does not exist."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
