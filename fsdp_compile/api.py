@@ -12,8 +12,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from .backend import backend_for
-from .capture import capture_only, check_options, compile_module
+from .backend import CompileAs
+from .capture import capture_only, check_options
 from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig, check_strategy, refuse_unsupported
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
@@ -109,13 +109,9 @@ def fsdp_compile(
         sync_module_states=sync_module_states,
         gradient_reduction=gradient_reduction,
     )
-
-    def compile_(sharded: nn.Module) -> None:
-        backend = backend_for(sharding_of(sharded), config)
-        compile_module(sharded, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
-
-    sharding_of(model).compile = compile_
-    compile_(model)
+    compile_as = CompileAs(config)
+    compile_as(model)
+    sharding_of(model).compile = compile_as
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.fx
 import torch.nn as nn
 
-from .capture import BucketGradient, Capture, check_options
+from .capture import BucketGradient, Capture, check_options, compile_module
 from .config import CompileConfig
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
@@ -18,7 +19,7 @@ from .passes.pipeline import Pipeline
 from .runtime import kernels  # noqa: F401  registers the kernels of the operators in captured graphs
 from .runtime.flat_shard import FlatShard
 from .runtime.gradients import note_gradients_of, take_accumulated
-from .sharding import Sharding
+from .sharding import Sharding, sharding_of
 
 Compiled = Callable[..., Any]
 
@@ -50,6 +51,17 @@ def backend_for(sharding: Sharding, config: CompileConfig) -> Callable[..., Comp
         return compile_graph(gm, example_inputs, [found for found in shardings if found is not None], config)
 
     return fsdp
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileAs:
+    """How a sharded model was compiled, to compile another one the same way: its deep copy, or the one loaded."""
+
+    config: CompileConfig
+
+    def __call__(self, model: nn.Module) -> None:
+        backend = backend_for(sharding_of(model), self.config)
+        compile_module(model, backend=backend, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
 
 
 def compile_graph(
@@ -84,8 +96,9 @@ def compile_graph(
 def _shardings(example_inputs: Sequence[Any]) -> list[Sharding]:
     shards = [getattr(value, "fsdp_flat_shard", None) for value in example_inputs]
     found = [shard.sharding for shard in shards if shard is not None]
-    found += [getattr(value, "fsdp_sharding", None) for value in example_inputs]  # plain parameters, of a single rank
-    return list(dict.fromkeys(sharding for sharding in found if sharding is not None))
+    notes = [getattr(value, "fsdp_sharding", None) for value in example_inputs]  # plain parameters, of a single rank
+    found += [note.sharding for note in notes if note is not None]
+    return list(dict.fromkeys(found))
 
 
 def _common_pipeline(shardings: list[Sharding]) -> Pipeline:

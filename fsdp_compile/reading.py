@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -146,16 +146,37 @@ def off_meta(tree: Any) -> Any:
 @functools.cache
 def _reading_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     properties = {name: property(_getter(name)) for name in names}
-    return generated_subclass(base, properties)
+    return generated_subclass(base, {"__reduce_ex__": _reduce_ex, **properties})
+
+
+def _reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """As the class that the user wrote, but with the reads first: shards refuse to be copied or pickled by them."""
+    cls = type(module)
+    reduce: Any = original_class(cls).__reduce_ex__
+    function, arguments, *rest = reduce(module, protocol)
+    arguments = [original_class(cls) if argument is cls else argument for argument in arguments]
+    return _remake, (module._fsdp_reads, original_class(cls), function, *arguments), *rest
+
+
+def _remake(reads: dict[str, Any], base: type[nn.Module], function: Callable[..., Any], *arguments: Any) -> Any:
+    cls = _reading_class(base, tuple(reads))  # type: ignore[arg-type]  # a class is hashable
+    return function(*[cls if argument is base else argument for argument in arguments])
 
 
 def generated_subclass(
     base: type[nn.Module], namespace: Mapping[str, Any], mixin: type | None = None
 ) -> type[nn.Module]:
     """A subclass, with the methods of `mixin` before those of `base`, that prints and documents itself as `base`."""
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    names["_fsdp_base"] = base
     bases = (base,) if mixin is None else (mixin, base)
     return type(base.__name__, bases, {**names, **namespace})
+
+
+def original_class(generated: type) -> type:
+    """The class that the user wrote, of one that was generated from it; of others, the class itself."""
+    base = vars(generated).get("_fsdp_base")
+    return generated if base is None else original_class(base)
 
 
 def _getter(name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn as nn
 
+from . import saving
 from .errors import ConfigError
 from .full_parameters import SummonOptions, shard_full_tensors, summon
 from .graphs import RewrittenGraphs
@@ -41,8 +42,12 @@ class ShardedModule:
             if shard.accumulation is not None:
                 shard.accumulation.clear()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ConfigError("a sharded model cannot be pickled: save its state_dict, with torch.distributed.checkpoint")
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """This rank's part, for torch.save; torch.load makes the same model of it on the same rank."""
+        return load_sharded, saving.save(self, protocol)  # type: ignore[arg-type]
+
+    def __copy__(self) -> NoReturn:
+        raise ConfigError("a shallow copy of a sharded model would share its shards: use copy.deepcopy")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Another model, sharded and compiled like this one, with shards of its own; process groups are shared."""
@@ -65,6 +70,16 @@ class ShardedModule:
         """What load_state_dict calls for every module, the root before those below it; full tensors are sharded."""
         shard_full_tensors(self, state_dict, prefix)  # type: ignore[arg-type]
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+def load_sharded(*saved: Any) -> nn.Module:
+    """What `ShardedModule.__reduce_ex__` pickled; files name this function."""
+    model = saving.load(*saved)
+    become_sharded(model)
+    compile_as = sharding_of(model).compile
+    if compile_as is not None:
+        compile_as(model)
+    return model
 
 
 def _set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:

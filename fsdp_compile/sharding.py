@@ -183,13 +183,23 @@ def shard_parameters(model: nn.Module, plan: Plan) -> Sharding:
     return sharding
 
 
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """On a parameter: of which sharding it is. A copy of the parameter, or one from a file, is of none."""
+
+    sharding: Sharding
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 def note_sharding(model: nn.Module, sharding: Sharding) -> None:
     """Tell the tensors that graphs take which sharding they belong to: shards, or the parameters of a single rank."""
     for shard in sharding.shards:
         shard.sharding = sharding
     if sharding.mesh is None:
         for parameter in model.parameters():
-            parameter.fsdp_sharding = sharding  # type: ignore[attr-defined]
+            parameter.fsdp_sharding = Membership(sharding)  # type: ignore[attr-defined]
 
 
 def _keep_whole(model: nn.Module, plan: Plan, running: Running) -> None:

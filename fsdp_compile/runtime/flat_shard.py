@@ -168,5 +168,5 @@ class FlatShard:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "parts of a sharded model cannot be copied or pickled: copy the whole model, or save its state_dict"
+            "parts of a sharded model cannot be copied or pickled: copy or save the whole model, or its state_dict"
         )

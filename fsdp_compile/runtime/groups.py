@@ -143,6 +143,21 @@ def _check_backend(group: Any, device: torch.device) -> None:
         )
 
 
+def mesh_over(ranks: list[Any], device_type: str, dim_names: tuple[str, ...] | None) -> DeviceMesh:
+    """The mesh over these ranks, nested as its dimensions are; called by all of them at the same time."""
+    mesh = torch.tensor(ranks, dtype=torch.int)
+    if mesh.flatten().tolist() == list(range(dist.get_world_size())):
+        return init_device_mesh(device_type, tuple(mesh.shape), mesh_dim_names=dim_names)
+    coordinate = (mesh == dist.get_rank()).nonzero()[0].tolist()
+    groups = []
+    for dim in range(mesh.ndim):  # each group is made by its own ranks: others may load something else
+        row = mesh[(*coordinate[:dim], slice(None), *coordinate[dim + 1 :])]
+        groups.append(dist.new_group(row.tolist(), use_local_synchronization=True))
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=dim_names)
+    return DeviceMesh.from_group(groups, device_type, mesh=mesh, mesh_dim_names=dim_names)
+
+
 def axes_of(mesh: DeviceMesh, strategy: ShardingStrategy, *, has_scalars: bool) -> Axes:
     """The axes of a mesh of one or two dimensions. The group of all ranks is made only where something needs it."""
     axes = [_axis(mesh, dim) for dim in range(mesh.ndim)]

@@ -5,7 +5,6 @@ One process: the "fake" process group has the ranks of a large job and sends not
 
 import contextlib
 import functools
-import pickle
 
 import pytest
 import torch
@@ -275,9 +274,3 @@ def test_an_embedding_that_writes_to_its_weight(front_end, kind):
     model(tokens)
     with untouched(model, tokens), pytest.raises(ConfigError, match=r"0 \((Embedding|EmbeddingBag)\) has max_norm"):
         front_end(model)
-
-
-@front_ends
-def test_pickling_names_the_way_out(front_end):
-    with pytest.raises(ConfigError, match="cannot be pickled: save its state_dict"):
-        pickle.dumps(front_end(build("odd_mlp")))
