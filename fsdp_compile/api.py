@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from .adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
 from .backend import CompileAs
 from .capture import capture_only, check_options
 from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig, check_strategy, refuse_unsupported
@@ -23,7 +24,7 @@ from .precision import find_precision, install_casts
 from .reading import off_meta, reading_copy
 from .runtime.groups import device_of, resolve_mesh
 from .sharded_module import become_sharded
-from .sharding import Plan, check_modules, check_not_sharded, pipeline_of, shard_parameters, sharding_of
+from .sharding import Plan, check_modules, check_not_sharded, note_sharding, pipeline_of, shard_parameters, sharding_of
 from .units import Unit, find_units
 
 
@@ -54,6 +55,7 @@ def fsdp_compile(
 
     Parameters become DTensors (`Shard(0)`) under their names; a call of the model runs compiled graphs that gather each
     unit of parameters before its use, free it after, and reduce its gradients. With a single rank nothing is sharded.
+    Modules of the model that were sharded before keep their units and options, and become a part of its program.
 
     Args:
         mesh: one dimension to shard over, or two (replicate, shard); by default all ranks. With no process group
@@ -148,11 +150,13 @@ def shard(
     reduction, offload = Reduction.of(gradient_reduction), OffloadConfig.of(offload_policy)
     refuse_unsupported(memory_budget)
     parameters = _check_model(model, ignored_params)
+    parts = sharded_parts(model)
     units = find_units(model, auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
     schedule.check_globs([unit.name for unit in units])
     precision = find_precision(model, mp_policy, _modules_of(units, model))
     device = device_of(parameters)
     if mesh is None and process_group is None:
+        mesh = common_mesh(parts)
         _initialise_from_environment(device)
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     resolved = resolve_mesh(
@@ -171,7 +175,10 @@ def shard(
         sync_module_states,
         param_init_fn,
     )
-    shard_parameters(model, plan)
+    check_mesh(parts, resolved)
+    sharding = shard_parameters(model, plan)
+    adopt(model, parts, sharding)
+    note_sharding(model, sharding)
     become_sharded(model)
     return model
 
@@ -213,6 +220,10 @@ def rewrite(
     )
     reduction = Reduction.of(gradient_reduction)
     parameters = _check_model(model, ignored_params)
+    if parts := sharded_parts(model):
+        raise ConfigError(
+            f"rewrite takes a model that is not sharded, and {next(iter(parts))} is: look at its `graphs`"
+        )
     units = find_units(model, auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
     names = [unit.name for unit in units]
     schedule.check_globs(names)
@@ -220,11 +231,11 @@ def rewrite(
     placement = Placement(axes, reduction, precision.policy_of_parameter)
     layouts = lay_out(units, placement) if axes.everyone.size > 1 else []
     reshard = schedule.reshard_of_unit(names, axes.shards.size).values()
-    parts = {size: ops.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
+    places = {size: ops.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
     reading = reading_copy(model, layouts)
     install_casts(reading, precision)
     args, kwargs = off_meta((args, kwargs))
-    pipeline = pipeline_of(schedule, names, axes.shards.size, parts, grouped=collective_lowering == "grouped")
+    pipeline = pipeline_of(schedule, names, axes.shards.size, places, grouped=collective_lowering == "grouped")
     return capture_only(reading, args, kwargs, pipeline)
 
 
@@ -248,9 +259,9 @@ def _check_model(model: object, ignored_params: Iterable[nn.Parameter] | None) -
         if not isinstance(parameter, nn.Parameter) or parameter not in held:
             found = f"a tensor of shape {tuple(parameter.shape)}" if torch.is_tensor(parameter) else repr(parameter)
             raise ConfigError(f"ignored_params holds parameters of the model, and {found} is none")
-    left_out = set(ignored)
+    left_out = {*ignored, *adopted_parameters(model, sharded_parts(model))}
     parameters = {name: value for name, value in model.named_parameters() if value not in left_out}
-    check_not_sharded(model, parameters)
+    check_not_sharded(parameters)
     check_parameters(parameters)
     check_modules(model, set(parameters.values()))
     return parameters

@@ -100,11 +100,8 @@ def is_sharded(module: nn.Module) -> bool:
     return "_fsdp_sharding" in vars(module)
 
 
-def check_not_sharded(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ConfigError if the model, or a part of it, is sharded already."""
-    for name, module in model.named_modules():
-        if is_sharded(module):
-            raise ConfigError(f"{name or 'the model'} is sharded already")
+def check_not_sharded(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ConfigError if one of the parameters is sharded already."""
     for name, parameter in parameters.items():
         if isinstance(parameter, torch.distributed.tensor.DTensor):
             raise ConfigError(f"{name} is a DTensor already; FSDP shards plain parameters")
@@ -179,7 +176,6 @@ def shard_parameters(model: nn.Module, plan: Plan) -> Sharding:
         _replace_parameters(model, plan, plan.mesh, sharding)
     install_casts(model, plan.precision)
     vars(model)["_fsdp_sharding"] = sharding
-    note_sharding(model, sharding)
     return sharding
 
 
@@ -256,7 +252,7 @@ def _replace_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, sharding
         for module, name in owners[original]:
             module._parameters[name] = sharded
         carry_hooks(original, sharded)
-        note_replacement(original, sharded)
+        note_replacement(original, sharded, read_of_parameter[original])
 
 
 def _layouts(plan: Plan, mesh: DeviceMesh) -> list[Layout]:

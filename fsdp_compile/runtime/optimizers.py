@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,10 +13,23 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 _REPLACEMENT = "fsdp_replacement"
 
 
-def note_replacement(original: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Remember, on the original parameter, which sharded one took its place."""
+@dataclasses.dataclass(frozen=True)
+class Replacement:
+    """What took the place of a parameter: a sharded one, and the `fsdp_compile.reading.Read` of it."""
+
+    sharded: nn.Parameter
+    read: Any
+
+
+def note_replacement(original: nn.Parameter, sharded: nn.Parameter, read: Any) -> None:
+    """Remember, on the original parameter, what took its place."""
     _install_hook()
-    setattr(original, _REPLACEMENT, sharded)
+    setattr(original, _REPLACEMENT, Replacement(sharded, read))
+
+
+def replacement_of(original: nn.Parameter) -> Replacement | None:
+    """What took the place of `original`, if something did."""
+    return getattr(original, _REPLACEMENT, None)
 
 
 @functools.cache
@@ -31,12 +45,12 @@ def _repoint(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
-            sharded = getattr(parameter, _REPLACEMENT, None)
-            if sharded is None:
+            replacement = replacement_of(parameter)
+            if replacement is None:
                 continue
             if optimizer.state.get(parameter):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} has state for a parameter of shape {tuple(parameter.shape)} that was "
                     "sharded since, which cannot be carried over: build the optimizer after sharding the model"
                 )
-            group["params"][index] = sharded
+            group["params"][index] = replacement.sharded

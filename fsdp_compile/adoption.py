@@ -1,0 +1,108 @@
+"""Adoption: a model whose parts were sharded before it takes them over, with their units and options.
+
+So models can be sharded from the bottom up, one module after another, and run as one program in the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import ConfigError
+from .layout import Layout
+from .reading import install_reads
+from .runtime.flat_shard import FlatShard
+from .runtime.optimizers import replacement_of
+from .sharding import Sharding, is_sharded, sharding_of
+
+
+def sharded_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules below `model` that are sharded, by name.
+
+    Raises:
+        ConfigError: the model itself is sharded.
+    """
+    if is_sharded(model):
+        raise ConfigError("the model is sharded already")
+    return {name: module for name, module in model.named_modules() if is_sharded(module)}
+
+
+def adopted_parameters(model: nn.Module, parts: Mapping[str, nn.Module]) -> set[nn.Parameter]:
+    """The parameters that the parts hold, and those that were shared with a module before that was sharded."""
+    shared = {parameter for parameter in model.parameters() if replacement_of(parameter) is not None}
+    return {parameter for part in parts.values() for parameter in part.parameters()} | shared
+
+
+def common_mesh(parts: Mapping[str, nn.Module]) -> DeviceMesh | None:
+    """The mesh of the parts."""
+    return next((sharding_of(part).mesh for part in parts.values()), None)
+
+
+def check_mesh(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None) -> None:
+    """Raise ConfigError for a part that is sharded over other ranks than the model will be."""
+    for name, part in parts.items():
+        found = sharding_of(part).mesh
+        if _ranks(found) != _ranks(mesh):
+            raise ConfigError(
+                f"{name} is sharded over the ranks {_ranks(found)}, and the model would be over {_ranks(mesh)}: "
+                "give them one mesh"
+            )
+
+
+def _ranks(mesh: DeviceMesh | None) -> object:
+    return None if mesh is None else mesh.mesh.tolist()
+
+
+def adopt(model: nn.Module, parts: Mapping[str, nn.Module], sharding: Sharding) -> None:
+    """Make the shards of `parts` a part of `sharding`, the model's own; tie what was tied before they were sharded."""
+    for name, part in parts.items():
+        _take_over(name, part, sharding)
+    read_of_parameter = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (replacement := replacement_of(parameter)) is not None:
+                module._parameters[name] = replacement.sharded
+                read_of_parameter[replacement.sharded] = replacement.read
+    install_reads(model, read_of_parameter, sharding.running)
+
+
+def _take_over(name: str, part: nn.Module, sharding: Sharding) -> None:
+    inner = sharding_of(part)
+    _merge_schedules(name, inner, sharding)
+    for shard in inner.shards:
+        _rename(shard, name)
+        shard.sharding = sharding
+    sharding.shards += inner.shards
+    for module in part.modules():
+        if vars(module).get("_fsdp_running") is inner.running:
+            vars(module)["_fsdp_running"] = sharding.running
+    del vars(part)["_fsdp_sharding"]
+    part.__class__ = vars(type(part))["_fsdp_base"]
+    part._compiled_call_impl = None
+
+
+def _merge_schedules(name: str, inner: Sharding, sharding: Sharding) -> None:
+    """Let the units of `inner`, under their new names, keep what was decided for their resharding."""
+    num_shards = 1 if sharding.mesh is None else sharding.mesh.size(sharding.mesh.ndim - 1)
+    own = sharding.schedule.reshard_of_unit(sharding.units, num_shards)
+    adopted = inner.schedule.reshard_of_unit(inner.units, num_shards)
+    reshard = own | {_renamed(unit, name): value for unit, value in adopted.items()}
+    sharding.schedule = dataclasses.replace(sharding.schedule, reshard_after_forward=reshard or None)
+    sharding.units += [_renamed(unit, name) for unit in inner.units]
+    sharding.parts |= inner.parts
+
+
+def _rename(shard: FlatShard, prefix: str) -> None:
+    layout: Layout = shard.layout
+    slots = tuple(dataclasses.replace(slot, parameter=f"{prefix}.{slot.parameter}") for slot in layout.slots)
+    unit, separator, kind = layout.bucket.partition("/")
+    shard.layout = dataclasses.replace(layout, slots=slots, bucket=f"{_renamed(unit, prefix)}{separator}{kind}")
+    for read, slot in zip(shard.reads, slots, strict=True):
+        read.arguments = shard.layout.unshard_arguments(slot)
+
+
+def _renamed(unit: str, prefix: str) -> str:
+    return prefix if unit == "root" else f"{prefix}.{unit}"

@@ -1,0 +1,204 @@
+"""The names of torch's FSDP: change the import, and a script trains as one compiled program.
+
+Both shard and compile through `fsdp_compile`, so they can be applied from the bottom up: what was wrapped before
+becomes a part of the program of what is wrapped around it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+
+from .api import fsdp_compile
+from .errors import ConfigError
+from .full_parameters import SummonOptions, summon
+from .sharding import is_sharded
+
+__all__ = ["FullyShardedDataParallel", "fully_shard"]
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    backend: str = "inductor",
+) -> nn.Module:
+    """torch.distributed.fsdp.fully_shard: the parameters of `module` that were not sharded before become one unit.
+
+    Apply it to blocks first and to the whole model last, as there; the whole then runs as one compiled program.
+    `reshard_after_forward=None` leaves the unit that the forward uses last gathered for the backward, whichever it is.
+
+    Raises:
+        ConfigError: as `fsdp_compile`; and for lists of modules and `shard_placement_fn`, which are not supported.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError("fully_shard takes one module at a time; name units that span modules by auto_wrap_policy")
+    if shard_placement_fn is not None:
+        raise ConfigError("shard_placement_fn is not supported: parameters are sharded on dim 0")
+    held = set(module.parameters())
+    return fsdp_compile(
+        module,
+        mesh,
+        auto_wrap_policy=[module],
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=[parameter for parameter in ignored_params or () if parameter in held],
+        sync_module_states=False,
+        backend=backend,
+    )
+
+
+class _Sharded(type):
+    """isinstance(model, FullyShardedDataParallel) is whether the model is sharded."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, nn.Module) and is_sharded(instance)
+
+
+class FullyShardedDataParallel(metaclass=_Sharded):
+    """torch.distributed.fsdp.FullyShardedDataParallel, by today's signature or that of torch 1.11.
+
+    The call returns the module itself, sharded and compiled; `.module` is that module, too. Parameters are always the
+    original ones (`use_orig_params`), prefetching is always on (`forward_prefetch` may be either), gathers in flight
+    are always limited (`limit_all_gathers`). In torch 1.11 the third and following positional arguments were
+    `cpu_offload, fsdp_auto_wrap_policy, backward_prefetch`; that is recognised by the type of the third.
+
+    Raises:
+        ConfigError: as `fsdp_compile`; and for what is not supported of the arguments.
+    """
+
+    def __new__(  # type: ignore[misc]  # returns the module, as functions do that take the place of classes
+        cls,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
+        sharding_strategy: ShardingStrategy | CPUOffload | None = None,
+        cpu_offload: Any = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+        *,
+        fsdp_auto_wrap_policy: Any = None,
+        backend: str = "inductor",
+    ) -> nn.Module:
+        if isinstance(sharding_strategy, CPUOffload):  # the positions of torch 1.11
+            if isinstance(auto_wrap_policy, BackwardPrefetch):
+                backward_prefetch = auto_wrap_policy
+            sharding_strategy, cpu_offload, auto_wrap_policy = None, sharding_strategy, cpu_offload
+        if not limit_all_gathers:
+            raise ConfigError("limit_all_gathers=False is not supported: a schedule limits what is gathered ahead")
+        policy = auto_wrap_policy if fsdp_auto_wrap_policy is None else fsdp_auto_wrap_policy
+        if device_id is not None:
+            module.to(
+                torch.device(device_id) if isinstance(device_id, torch.device) else torch.device("cuda", device_id)
+            )
+        sharded = fsdp_compile(
+            module,
+            device_mesh,
+            process_group=process_group,
+            auto_wrap_policy=[module] if policy is None else _policy(policy),
+            sharding_strategy=sharding_strategy or ShardingStrategy.FULL_SHARD,
+            mp_policy=None if mixed_precision is None else _mp_policy(mixed_precision, module),
+            offload_policy=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            ignored_params=_ignored(module, ignored_modules, ignored_states),
+            param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
+            backend=backend,
+        )
+        if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
+            _cast_buffers(module, mixed_precision.buffer_dtype)
+        return sharded
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """`module.summon_full_params(...)`; `recurse=False` is not supported."""
+        if not recurse:
+            raise ConfigError("summon_full_params(recurse=False) is not supported")
+        if not is_sharded(module):
+            raise ConfigError("summon_full_params takes the model that was sharded")
+        options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
+        return summon(module, options)
+
+
+def _policy(policy: Any) -> Any:
+    """A policy as `fsdp_compile` takes it; a callable of torch 1.11 names its third argument `unwrapped_params`."""
+    if inspect.isroutine(policy) and "unwrapped_params" in inspect.signature(policy).parameters:
+        return lambda module, recurse, nonwrapped_numel: policy(
+            module=module, recurse=recurse, unwrapped_params=nonwrapped_numel
+        )
+    return policy
+
+
+def _mp_policy(mixed: MixedPrecision, module: nn.Module) -> Any:
+    """The policies that mean what FSDP1's MixedPrecision means.
+
+    Modules of the classes to ignore compute in fp32, and return what the rest computes in.
+    """
+    if mixed.keep_low_precision_grads:
+        raise ConfigError("keep_low_precision_grads is not supported: gradients have the dtype of their parameters")
+    casts = mixed.cast_forward_inputs or mixed.cast_root_forward_inputs
+    policy = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=casts)
+    ignored: dict[Any, MixedPrecisionPolicy] = {}
+    if mixed.param_dtype is not None:
+        whole = MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=mixed.param_dtype)
+        found = [kind for kind in mixed._module_classes_to_ignore if any(isinstance(m, kind) for m in module.modules())]
+        ignored = dict.fromkeys(found, whole)
+    if not ignored and mixed.cast_forward_inputs:
+        return policy  # units cast their inputs, too
+    return {"": policy, **ignored}
+
+
+def _ignored(
+    module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[nn.Parameter] | Iterable[nn.Module] | None
+) -> list[nn.Parameter]:
+    held = set(module.parameters())
+    found: dict[nn.Parameter, None] = {}
+    for item in [*(modules or ()), *(states or ())]:
+        if not isinstance(item, (nn.Module, nn.Parameter)):
+            raise ConfigError(f"ignored_modules and ignored_states hold modules or parameters, not {item!r}")
+        found |= dict.fromkeys(item.parameters() if isinstance(item, nn.Module) else [item])
+    return [parameter for parameter in found if parameter in held]
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                owner._buffers[name] = buffer.to(dtype)

@@ -1,0 +1,265 @@
+"""torch's names: scripts written for FSDP1 and FSDP2 train to the same numbers after a change of the import."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy, wrap
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_compile import ConfigError, compat, fsdp_compile, rewrite
+from fsdp_compile.compat import FullyShardedDataParallel as FSDP
+from fsdp_compile.passes import ops
+from tests.distributed.training import (
+    adamw,
+    assert_close,
+    assert_same_gradients,
+    assert_same_parameters,
+    batch_of_rank,
+    global_batch,
+    mean_over_ranks,
+    train,
+    train_unsharded,
+)
+from tests.models import build
+from tests.ranks import on_ranks
+
+STEPS = range(4)
+fully_shard = functools.partial(compat.fully_shard, backend="aot_eager")
+wrapped = functools.partial(FSDP, backend="aot_eager")
+
+
+def sharded_bottom_up(name="gpt", **options):
+    """As FSDP2's scripts do it: every block, then the whole."""
+    model = build(name)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def units_gathered(graph):
+    return list(
+        dict.fromkeys(ops.unit_of_bucket(ops.argument(n, "bucket")) for n in graph.nodes if ops.is_all_gather(n))
+    )
+
+
+@on_ranks(2)
+def test_fully_shard_from_the_bottom_up_is_one_program(world_size):
+    expected, expected_losses = train_unsharded("gpt", STEPS)
+    model = sharded_bottom_up()
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
+    losses = train(model, adamw(model.parameters()), STEPS)
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model, expected)
+    [graphs] = model.graphs
+    assert units_gathered(graphs.forward.graph) == ["root", "blocks.0", "blocks.1"]
+
+
+@on_ranks(2)
+def test_options_of_parts_stay_theirs(world_size):
+    model = build("gpt")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    fully_shard(model.blocks[0], mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model.blocks[1], reshard_after_forward=True)
+    fully_shard(model)
+    model(*batch_of_rank(model, 0)).backward()
+    [graphs] = model.graphs
+    gathered = {
+        ops.argument(n, "bucket"): n.meta["val"].dtype for n in graphs.forward.graph.nodes if ops.is_all_gather(n)
+    }
+    assert gathered["blocks.0"] == torch.bfloat16 and gathered["blocks.1"] == torch.float32
+    assert "blocks.1" in units_gathered(graphs.backward.graph)
+    assert "blocks.0" not in units_gathered(graphs.backward.graph)
+
+
+@on_ranks(2)
+def test_an_optimizer_built_between_and_a_part_used_by_itself(world_size):
+    expected = build("odd_mlp")
+    model = build("odd_mlp")
+    fully_shard(model.layers)
+    x = batch_of_rank(model, 0)[0]
+    assert_close(model.layers(x), expected.layers(x))
+    optimizer = adamw(model.parameters())
+    fully_shard(model)
+    expected_optimizer = adamw(expected.parameters())
+    losses = train(model, optimizer, STEPS)
+    assert_close(mean_over_ranks(losses), train(expected, expected_optimizer, STEPS, batch=global_batch))
+    assert_same_parameters(model, expected)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids, target):
+        return nn.functional.cross_entropy(self.head(self.mix(self.embed(ids))), target)
+
+
+def tied():
+    torch.manual_seed(0)
+    return Tied()
+
+
+@on_ranks(2)
+def test_tied_weights_across_units_stay_one_weight(world_size):
+    """FSDP2 raises here; SimpleFSDP unties them (PEERS 7)."""
+    expected, model = tied(), tied()
+    fully_shard(model.embed)
+    fully_shard(model.head)
+    fully_shard(model)
+    assert model.head._parameters["weight"] is model.embed._parameters["weight"]
+    ids = torch.arange(8).chunk(2)[dist.get_rank()]
+    model(ids, ids.flip(0)).backward()
+    halves = torch.arange(8).chunk(2)
+    (sum(expected(half, half.flip(0)) for half in halves) / 2).backward()
+    assert_same_gradients(model, expected)
+
+
+@pytest.mark.parametrize("signature", ["1.11", "1.11-keywords", "today", "nested", "wrap"])
+@on_ranks(2)
+def test_fully_sharded_data_parallel_by_every_signature(world_size, signature):
+    expected, expected_losses = train_unsharded("gpt", STEPS)
+    model = build("gpt")
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=100)
+    if signature == "1.11":
+        model = wrapped(model, None, CPUOffload(offload_params=False), policy, BackwardPrefetch.BACKWARD_POST)
+    elif signature == "1.11-keywords":
+        model = wrapped(model, process_group=dist.group.WORLD, fsdp_auto_wrap_policy=policy_of_1_11)
+    elif signature == "today":
+        strategy = ShardingStrategy.SHARD_GRAD_OP
+        model = wrapped(model, dist.group.WORLD, strategy, auto_wrap_policy=policy, use_orig_params=True)
+    elif signature == "nested":
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = wrapped(block)
+        model = wrapped(model)
+    else:
+        with enable_wrap(wrapper_cls=FSDP, backend="aot_eager"):
+            model.blocks[0] = wrap(model.blocks[0])
+            model = wrap(model)
+    assert isinstance(model, FSDP) and not isinstance(expected, FSDP)
+    losses = train(model, adamw(model.parameters()), STEPS)
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model.module, expected)
+    if signature == "today":
+        assert units_gathered(model.graphs[0].backward.graph) == []
+    with FSDP.summon_full_params(model):
+        assert_close(dict(model.named_parameters()), dict(expected.named_parameters()))
+
+
+def policy_of_1_11(module, recurse, unwrapped_params):
+    return recurse or unwrapped_params > 100
+
+
+@on_ranks(2)
+def test_no_shard_is_data_parallel(world_size):
+    expected, expected_losses = train_unsharded("gpt", STEPS)
+    model = wrapped(build("gpt"), sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert all(parameter.placements == (Replicate(),) for parameter in model.parameters())
+    assert_close(mean_over_ranks(train(model, adamw(model.parameters()), STEPS)), expected_losses)
+    assert_same_parameters(model, expected)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3)
+        self.register_buffer("offset", torch.ones(1))
+
+    def forward(self, x):
+        self.seen = [x.dtype]
+        x = self.conv(x)
+        self.seen.append(x.dtype)
+        x = self.norm(x)
+        self.seen += [x.dtype, self.offset.dtype]
+        return x + self.offset
+
+
+@on_ranks(2)
+def test_mixed_precision_of_fsdp1_keeps_batch_norm_in_fp32(world_size):
+    bf16 = torch.bfloat16
+    model = wrapped(Normed(), mixed_precision=MixedPrecision(param_dtype=bf16, buffer_dtype=bf16, reduce_dtype=bf16))
+    model(torch.randn(2, 2, 5)).float().sum().backward()
+    assert model.seen == 4 * [bf16]
+    buckets = {
+        ops.argument(n, "bucket"): n.meta["val"].dtype
+        for n in model.graphs[0].forward.graph.nodes
+        if ops.is_all_gather(n)
+    }
+    assert sorted(map(str, buckets.values())) == ["torch.bfloat16", "torch.float32"]
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_ignored_modules_and_states(world_size):
+    for options in ("modules", "states", "parameters"):
+        model = build("odd_mlp")
+        last = model.layers[4]
+        if options == "modules":
+            wrapped(model, ignored_modules=[last, nn.Linear(2, 2)])
+        else:
+            wrapped(model, ignored_states=[last] if options == "states" else list(last.parameters()))
+        assert not isinstance(model.layers[4].weight, DTensor) and isinstance(model.layers[0].weight, DTensor)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"limit_all_gathers": False}, "limit_all_gathers"),
+        ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads"),
+        ({"ignored_states": [3]}, "hold modules or parameters, not 3"),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_unsupported_arguments_raise_and_change_nothing(world_size, options, words):
+    model = build("odd_mlp")
+    with pytest.raises(ConfigError, match=words):
+        wrapped(model, **options)
+    with pytest.raises(TypeError):
+        wrapped(model, unknown_option=1)
+    with pytest.raises(ConfigError, match="shard_placement_fn"):
+        fully_shard(model, shard_placement_fn=lambda parameter: None)
+    with pytest.raises(ConfigError, match="one module at a time"):
+        fully_shard([model])
+    with pytest.raises(ConfigError, match="recurse=False"):
+        FSDP.summon_full_params(model, recurse=False)
+    with pytest.raises(ConfigError, match="takes the model that was sharded"):
+        FSDP.summon_full_params(model)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_parts_over_other_ranks_and_a_model_sharded_twice_are_refused(world_size):
+    model = build("gpt")
+    fully_shard(model.blocks[0])
+    alone = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ConfigError, match=r"blocks\.0 is sharded over the ranks"):
+        fsdp_compile(model, alone)
+    with pytest.raises(ConfigError, match=r"rewrite takes a model that is not sharded, and blocks\.0 is"):
+        rewrite(model, *model.inputs(2, seed=0), world_size=2)
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(ConfigError, match="the model is sharded already"):
+        fully_shard(model)
+
+
+def test_on_a_single_process_parts_keep_their_precision():
+    model, expected = build("odd_mlp"), build("odd_mlp")
+    fully_shard(model.layers, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float32))
+    fully_shard(model)
+    batch = model.inputs(4, seed=0)
+    expected.layers.double()
+    x = expected.layers(batch[0].double()).float()
+    assert_close(model(*batch), nn.functional.mse_loss(x.sum(1, keepdim=True), batch[1]))

@@ -1,0 +1,167 @@
+"""How a model comes to be sharded: ignored parameters, models on the meta device, offloading."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import ConfigError, fsdp_compile, shard
+from tests.distributed.training import (
+    adamw,
+    assert_close,
+    assert_same_parameters,
+    batch_of_rank,
+    mean_over_ranks,
+    train,
+    train_unsharded,
+)
+from tests.models import build
+from tests.ranks import on_ranks
+
+STEPS = range(4)
+compiled = functools.partial(fsdp_compile, backend="aot_eager")
+both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
+
+
+@both_front_ends
+@on_ranks(2)
+def test_ignored_parameters_are_left_alone(world_size, front_end):
+    torch.manual_seed(dist.get_rank())  # what is ignored is not synchronised
+    model = build("gpt", seed=dist.get_rank())
+    ignored = [*model.blocks[0].parameters(), model.tokens.weight]
+    values = [parameter.detach().clone() for parameter in ignored]
+    front_end(model, ignored_params=ignored)
+    held = dict(model.named_parameters())
+    assert all(any(parameter is other for other in held.values()) for parameter in ignored)
+    assert sum(isinstance(parameter, DTensor) for parameter in held.values()) == len(held) - len(ignored)
+    model(*batch_of_rank(model, 0)).backward()
+    gradients = [torch.empty_like(ignored[0]) for _ in range(world_size)]
+    dist.all_gather(gradients, ignored[0].grad)
+    assert not torch.equal(*gradients)  # every rank has its own
+    assert all(map(torch.equal, [parameter.detach() for parameter in ignored], values))
+
+
+@on_ranks(2)
+def test_ignored_parameters_may_have_any_dtype_and_device(world_size):
+    class Quantized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.arange(6, dtype=torch.int8).view(3, 2), requires_grad=False)
+            self.scale = nn.Parameter(torch.full((3, 1), 0.5))
+            self.spare = nn.Parameter(torch.empty(2, device="meta"))
+
+        def forward(self, x):
+            return (x @ (self.codes * self.scale).t()).sum()
+
+    model, expected = Quantized(), Quantized()
+    with pytest.raises(ConfigError, match="codes is int8.*pass it in ignored_params"):
+        compiled(model)
+    compiled(model, ignored_params=[model.codes, model.spare])
+    x = torch.ones(2, 2)
+    model(x).backward()
+    expected(x).backward()
+    assert_close(model.scale.grad.full_tensor(), expected.scale.grad)
+
+
+@on_ranks(2)
+def test_what_is_no_parameter_of_the_model_cannot_be_ignored(world_size):
+    model = build("odd_mlp")
+    for wrong in (nn.Parameter(torch.ones(3)), torch.ones(3), "weight"):
+        with pytest.raises(ConfigError, match="ignored_params holds parameters of the model"):
+            compiled(model, ignored_params=[wrong])
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+class Layer(nn.Module):
+    """Values that come from the shape: equal wherever they are made."""
+
+    def __init__(self, device=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 5, device=device))
+        self.bias = nn.Parameter(torch.empty(5, device=device, dtype=torch.float64))
+        self.register_buffer("scale", torch.empty(1, device=device))
+        if device is None:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        torch.linspace(-1, 1, 25, out=self.weight.view(-1))
+        self.bias.fill_(0.5)
+        self.scale.fill_(2.0)
+
+    def forward(self, x):
+        return torch.tanh(nn.functional.linear(x, self.weight, self.bias.float()) * self.scale)
+
+
+def layers(device=None):
+    model = nn.Sequential(Layer(device), Layer(device), Layer(device))
+    model[2].weight = model[0].weight
+    return model
+
+
+def initialise(module):
+    module.to_empty(device="cpu", recurse=False)
+    module.reset_parameters()
+
+
+def initialise_by_rank(module):
+    initialise(module)
+    with torch.no_grad():
+        module.weight.add_(dist.get_rank())
+        module.scale.add_(dist.get_rank())
+
+
+@pytest.mark.parametrize("init", [initialise, initialise_by_rank])
+@both_front_ends
+@on_ranks(2)
+def test_param_init_fn_gives_a_model_on_the_meta_device_its_values(world_size, front_end, init):
+    model, expected = layers("meta"), layers()
+    front_end(model, param_init_fn=init)
+    assert_same_parameters(model, expected)
+    assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
+    assert model[2]._parameters["weight"] is model[0]._parameters["weight"]
+    optimizers = [torch.optim.SGD(found.parameters(), lr=0.1) for found in (model, expected)]
+    for found, optimizer in zip((model, expected), optimizers, strict=True):
+        found(torch.ones(2, 5)).pow(2).mean().backward()
+        optimizer.step()
+    assert_same_parameters(model, expected)
+
+
+@on_ranks(2)
+def test_a_param_init_fn_that_leaves_something_out_is_named(world_size):
+    with pytest.raises(ConfigError, match="param_init_fn left weight of a Layer on the meta device"):
+        compiled(layers("meta"), param_init_fn=lambda module: None)
+    with pytest.raises(ConfigError, match="param_init_fn is a callable"):
+        compiled(layers("meta"), param_init_fn="zeros")
+
+
+def test_param_init_fn_on_a_single_process():
+    model, expected = layers("meta"), layers()
+    compiled(model, param_init_fn=initialise)
+    assert_close(model(torch.ones(2, 5)), expected(torch.ones(2, 5)))
+
+
+@pytest.mark.parametrize(
+    "policy", [CPUOffloadPolicy(), CPUOffload(offload_params=True), CPUOffload(), OffloadPolicy()], ids=repr
+)
+@both_front_ends
+@on_ranks(2)
+def test_offloading_without_an_accelerator_is_the_same_graph(world_size, front_end, policy):
+    expected, expected_losses = train_unsharded("odd_mlp", STEPS)
+    model = front_end(build("odd_mlp"), offload_policy=policy)
+    assert_close(mean_over_ranks(train(model, adamw(model.parameters()), STEPS)), expected_losses)
+    assert_same_parameters(model, expected)
+    if model.graphs:
+        plain = compiled(build("odd_mlp"))
+        plain(*batch_of_rank(plain, 0)).backward()
+        assert str(model.graphs[0]) == str(plain.graphs[0])
+
+
+@on_ranks(2)
+def test_what_is_no_offload_policy_is_refused(world_size):
+    with pytest.raises(ConfigError, match="offload_policy is None, or a CPUOffloadPolicy"):
+        compiled(build("odd_mlp"), offload_policy="cpu")
