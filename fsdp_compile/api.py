@@ -141,6 +141,8 @@ def shard(
     `torch.compile(model, backend="fsdp")` compiles it to the graphs that `fsdp_compile` makes. The arguments are those
     of `fsdp_compile`; the ones about the schedule take effect when the model is compiled.
     """
+    if not isinstance(sync_module_states, bool):
+        raise ConfigError(f"sync_module_states is a bool, not {sync_module_states!r}")
     if param_init_fn is not None and not callable(param_init_fn):
         raise ConfigError(f"param_init_fn is a callable that takes a module, not {param_init_fn!r}")
     strategy = check_strategy(sharding_strategy)

@@ -178,7 +178,7 @@ def _(gathered: torch.Tensor, parameter: str, offset: int, shape: list[int], wor
 
 @_fake("view_out")
 def _(gathered: torch.Tensor, parameter: str, offset: int, shape: list[int], world_size: int) -> torch.Tensor:
-    return gathered[: math.prod(shape)].view(shape)
+    return gathered.narrow(0, 0, math.prod(shape)).view(shape)
 
 
 @_fake("store")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -109,15 +109,6 @@ def test_a_model_that_is_sharded_already(first, second):
     assert everything_of(model) == before
 
 
-def test_a_part_that_is_sharded_already():
-    model = build("gpt")
-    shard(model.blocks[1])
-    before = everything_of(model)
-    with refused("already sharded"):
-        fsdp_compile(model)
-    assert everything_of(model) == before
-
-
 def test_something_that_is_no_module():
     with pytest.raises((ConfigError, TypeError), match="Module"):
         fsdp_compile(lambda x: x)
@@ -198,17 +189,20 @@ def test_a_policy_without_a_meaning(policy):
 # Options
 
 WRONG_VALUES = {
-    "reshard_after_forward": ["sometimes", 3, "auto", {"blocks.0": "yes"}, {"encoder.*": False}],
+    "reshard_after_forward": ["sometimes", 3, -1, {"blocks.0": "yes"}, {"encoder.*": False}],
     "forward_prefetch": [-1, "far", 1.5],
     "backward_prefetch": [-1, "far", 1.5],
     "collective_lowering": ["fast", None],
     "gradient_reduction": ["median", None],
+    "sharding_strategy": ["auto", 1, None],
+    "mp_policy": [torch.bfloat16, {"encoder.*": MixedPrecisionPolicy()}],
+    "offload_policy": ["cpu", True],
+    "ignored_params": ["weight", [torch.ones(2)]],
+    "param_init_fn": ["zeros"],
+    "sync_module_states": ["yes", None],
 }
 WRONG_COMPILE_VALUES = {"backend": ["no_such_backend", None], "fullgraph": ["yes"], "dynamic": ["yes"]}
 OF_LATER_VERSIONS = {
-    "sharding_strategy": [ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD, "auto"],
-    "mp_policy": [MixedPrecisionPolicy(param_dtype=torch.bfloat16)],
-    "offload_policy": [CPUOffloadPolicy()],
     "memory_budget": [10**9, "1GiB"],
 }
 
@@ -234,12 +228,6 @@ def test_a_value_that_the_compiler_cannot_have(option, value):
 
 def test_an_option_of_the_compiler_that_it_does_not_know():
     refuses(build("gpt"), "no_such_option", options={"no_such_option": True}, error=(ConfigError, RuntimeError))
-
-
-@front_ends
-def test_ignored_parameters_are_of_a_later_version(front_end):
-    model = build("gpt")
-    refuses(model, "ignored_params", front_end, ignored_params={model.norm.weight})
 
 
 @front_ends

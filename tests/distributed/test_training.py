@@ -288,6 +288,36 @@ def test_another_batch_size_recompiles(world_size, front_end):
 
 
 @on_ranks(2)
+def test_dynamic_says_whether_sizes_are_symbols(world_size):
+    def num_graphs(dynamic):
+        model = compiled(build("gpt"), dynamic=dynamic)
+        for num_rows in (2, 3, 5):
+            model(*model.inputs(num_rows, seed=0)).backward()
+        return len(model.graphs)
+
+    assert [num_graphs(dynamic) for dynamic in (True, None, False)] == [1, 2, 3]
+
+
+@on_ranks(2)
+def test_options_reach_inductor(world_size):
+    seen = []
+    model = fsdp_compile(build("odd_mlp"), options={"post_grad_custom_post_pass": CountGraphs(seen)})
+    model(*batch_of_rank(model, 0)).backward()
+    assert len(seen) == 2  # forward and backward
+
+
+class CountGraphs(torch._inductor.custom_graph_pass.CustomGraphPass):
+    def __init__(self, seen):
+        self.seen = seen
+
+    def __call__(self, graph):
+        self.seen.append(graph)
+
+    def uuid(self):
+        return "count graphs"
+
+
+@on_ranks(2)
 def test_fullgraph_compiles_one_graph_and_refuses_a_break(world_size):
     model = compiled(build("gpt"), fullgraph=True)
     model(*batch_of_rank(model, 0)).backward()
