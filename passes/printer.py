@@ -196,7 +196,7 @@ def print_schedule(gm: torch.fx.GraphModule, title: str = "forward") -> str:
             alive.pop(ended, None)
         communication = _communication(node, names)
         text = f"{'':<26}{communication}" if communication else _compute(node, names)
-        lines.append(f"  {text:<66}{sum(alive.values())}")
+        lines.append(f"  {text:<65} {sum(alive.values())}")
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@ from torch import nn
 
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.printer import print_graph
-from tests.passes.tiny import Adapted, Bfloat16Product, Chain, biased, four_layers, rows, two_layers
+from tests.passes.tiny import Adapted, Bfloat16Product, Chain, biased, four_layers, linear, rows, two_layers
 from tests.passes.tracing import Drawing, Pictures, trace
 
 aten = torch.ops.aten
@@ -269,6 +269,21 @@ backward
   pack root.packed                                                  64
                             reduce_scatter root                     64
                             wait root.grad                          0""",
+        )
+
+    def test_a_long_name_stands_apart_from_the_bytes(self):
+        model = Chain(up=linear(4, 8), down_in_the_encoder_of_the_model=linear(8, 2))
+        self.assertExpectedInline(
+            trace(model, rows()).graphs.forward.schedule(),
+            """\
+forward
+                            all_gather up                           128
+                            all_gather down_in_the_encoder_of_the_model 192
+                            wait up.gathered                        192
+  mm                                                                192
+                            free up.gathered                        64
+                            wait down_in_the_encoder_of_the_model.gathered 64
+  mm                                                                64""",
         )
 
     def test_the_grouped_form_holds_a_unit_once(self):
