@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -152,6 +153,16 @@ def test_digits_are_told_apart_by_three_units_on_three_ranks() -> None:
     output = run(f"{TORCHRUN} 3 examples/train_digits.py --epochs 6 --backend aot_eager")
     accuracy = re.search(r"test accuracy (\S+)", output)
     assert accuracy and float(accuracy[1]) > 0.95, output
+
+
+def test_adapters_are_trained_saved_and_loaded(tmp_path: Path) -> None:
+    short = f"--layers 2 --steps 12 --batch 4 --seq 64 --backend aot_eager --out {tmp_path}"
+    output = run(f"{TORCHRUN} 2 examples/finetune_lora.py {short}")
+    assert "58,368 of 1,042,368 parameters are trainable" in output
+    before, after, loaded = map(float, re.findall(r"held-out loss .*?([0-9.]+) nats", output))
+    assert loaded == pytest.approx(after, abs=2e-4) and after != pytest.approx(before, abs=2e-3), output
+    adapters = safetensors.torch.load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert sum(tensor.numel() for tensor in adapters.values()) == 58_368
 
 
 def test_inspect_graph_prints_both_graphs_and_the_schedule() -> None:
