@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError
 from ..layout import Layout, Slot
 from .gradients import Accumulation, hand_over_gradients
-from .views import local_tensor, local_view, rows_of_rank, shard_placements
+from .views import local_tensor, local_view, rows_of_rank, shard_placements, sharded_tensor
 
 if TYPE_CHECKING:
     from ..reading import Read
@@ -69,14 +69,8 @@ class FlatShard:
         """The shard with the values in `flat`, and new parameters."""
         parameters = []
         for slot in layout.slots:
-            sharded = DTensor.from_local(
-                local_view(flat, layout, slot, mesh),
-                mesh,
-                shard_placements(mesh, layout),
-                run_check=False,
-                shape=torch.Size(slot.shape),
-                stride=torch.empty(slot.shape, device="meta").stride(),
-            )
+            local = local_view(flat, layout, slot, mesh)
+            sharded = sharded_tensor(local, mesh, shard_placements(mesh, layout), slot.shape)
             parameters.append(nn.Parameter(sharded, requires_grad=layout.requires_grad))
         shard = cls(layout, mesh, parameters, owners)
         shard._hold(flat)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -27,9 +29,19 @@ def laid_out_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that is sharded as the parameter is; of a plain parameter, the tensor itself."""
     if not isinstance(parameter, DTensor):
         return local
-    # `DTensor.from_local` moves what is on another device than the mesh; specs are private, as of torch 2.11 to 2.13.
-    meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
-    return DTensor(local, DTensorSpec(parameter.device_mesh, parameter.placements, meta), requires_grad=False)
+    return sharded_tensor(local, parameter.device_mesh, parameter.placements, parameter.shape)
+
+
+def sharded_tensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """A DTensor around this rank's part as it is.
+
+    `DTensor.from_local` would move what is offloaded to the mesh's device. Specs are private, as of torch 2.11 to 2.13.
+    """
+    strides = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), strides, local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
 def local_view(flat: torch.Tensor, layout: Layout, slot: Slot, mesh: DeviceMesh) -> torch.Tensor:
