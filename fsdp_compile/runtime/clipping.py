@@ -43,10 +43,7 @@ def clip_gradients(
     parameters, max_norm, norm_type = list(parameters), float(max_norm), float(norm_type)
     if not norm_type > 0:
         raise ConfigError(f"norm_type is a positive number or inf, not {norm_type}")
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = _norm_on_this_rank(_counted(with_gradient, mesh), norm_type, _device(parameters, mesh))
-    if mesh is not None and any(_is_sharded(parameter) for parameter in parameters):
-        norm = _norm_of_norms(norm, norm_type, mesh)
+    norm = _total_norm(parameters, mesh, norm_type)
     has_double = any(parameter.dtype == torch.float64 for parameter in parameters)
     norm = norm.to(torch.float64 if has_double else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
@@ -55,7 +52,7 @@ def clip_gradients(
             "them by it anyway, set error_if_nonfinite=False"
         )
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for (on, _), locals_ in _grouped(map(_local_gradient, with_gradient)).items():
+    for (on, _), locals_ in _gradients(parameters).items():
         torch._foreach_mul_(locals_, coefficient.to(on))
     return norm
 
@@ -67,25 +64,23 @@ def _device(parameters: list[torch.Tensor], mesh: DeviceMesh | None) -> torch.de
     return parameters[0].device if parameters else torch.device("cpu")
 
 
+def _total_norm(parameters: list[torch.Tensor], mesh: DeviceMesh | None, norm_type: float) -> torch.Tensor:
+    """The norm of all gradients. What every rank holds whole is added by the first, if the ranks add up."""
+    device = _device(parameters, mesh)
+    if mesh is None or not any(_is_sharded(parameter) for parameter in parameters):
+        return _norm_on_this_rank(parameters, norm_type, device)
+    is_first = mesh.get_local_rank(mesh.ndim - 1) == 0
+    counted = [parameter for parameter in parameters if is_first or _is_sharded(parameter)]
+    return _norm_of_norms(_norm_on_this_rank(counted, norm_type, device), norm_type, mesh)
+
+
 def _is_sharded(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 
-def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    return local_tensor(gradient) if isinstance(gradient, DTensor) else gradient
-
-
-def _counted(parameters: list[torch.Tensor], mesh: DeviceMesh | None) -> list[torch.Tensor]:
-    """The gradients that this rank adds to the norm: its shards, and the first rank what every rank holds whole."""
-    is_first = mesh is None or mesh.get_local_rank(mesh.ndim - 1) == 0
-    return [_local_gradient(parameter) for parameter in parameters if is_first or _is_sharded(parameter)]
-
-
-def _norm_on_this_rank(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def _norm_on_this_rank(parameters: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     norms = [torch.zeros(1, dtype=_WIDE, device=device)]  # a rank may hold no gradient
-    for (_, dtype), locals_ in _grouped(gradients).items():
+    for (_, dtype), locals_ in _gradients(parameters).items():
         # Norms of half-precision gradients are float32; `_foreach_norm` is private as of torch 2.11 to 2.13.
         computed = torch._foreach_norm(locals_, norm_type, dtype=torch.promote_types(dtype, torch.float32))
         norms.append(torch.stack(computed).to(device, _WIDE))
@@ -107,10 +102,12 @@ def _norm_of_norms(norm: torch.Tensor, norm_type: float, mesh: DeviceMesh) -> to
     return torch.where(has_nan > 0, math.nan, largest)
 
 
-def _grouped(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """By device and dtype, without empty ones, whose largest element does not exist."""
+def _gradients(parameters: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """This rank's parts by device and dtype, without empty ones, whose largest element does not exist."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = local_tensor(parameter.grad) if isinstance(parameter.grad, DTensor) else parameter.grad
+            if local.numel():
+                groups.setdefault((local.device, local.dtype), []).append(local)
     return groups

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_compile import ConfigError, fsdp_compile, shard
@@ -83,6 +84,25 @@ def test_replicas_of_a_hybrid_mesh_count_once(world_size, name, norm_type):
     expected(*global_batch(expected, 0)).backward()
     model(*batch_of_rank(model, 0)).backward()
     norm = assert_clips_like(model, expected, norm_type)
+    assert all(torch.equal(other, norm) for other in norms_of_ranks(norm))
+
+
+@pytest.mark.parametrize("strategy", ["whole on every rank", "offload", "ignored"])
+@on_ranks(3)
+def test_clipping_what_is_not_just_sharded(world_size, strategy):
+    expected, model = build("odd_mlp"), build("odd_mlp")
+    expected(*global_batch(expected, 0)).backward()
+    if strategy == "ignored":  # its gradient is not reduced: here the script does it
+        weight = model.layers[2].weight
+        shard(model, ignored_params={weight})
+        model(*batch_of_rank(model, 0)).backward()
+        dist.all_reduce(weight.grad)
+        weight.grad /= world_size
+    else:
+        options = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+        shard(model, **options if strategy != "offload" else {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+        model(*batch_of_rank(model, 0)).backward()
+    norm = assert_clips_like(model, expected, num_all_reduces=0 if strategy == "whole on every rank" else 1)
     assert all(torch.equal(other, norm) for other in norms_of_ranks(norm))
 
 
