@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -23,6 +24,7 @@ from tests.distributed.training import (
     assert_same_parameters,
     assert_same_tensors,
     batch_of_rank,
+    full_gradients,
     global_batch,
     train,
     train_unsharded,
@@ -181,6 +183,42 @@ def test_full_parameters_of_a_hybrid_mesh(world_size):
         is_full = [None] * world_size
         dist.all_gather_object(is_full, not isinstance(model.weight, DTensor))
     assert is_full == [True, False, False, False]
+
+
+OPTIONS = {
+    "whole on every rank": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+@pytest.mark.parametrize("option", list(OPTIONS))
+@on_ranks(2)
+def test_full_parameters_of_models_that_are_not_just_sharded(world_size, option):
+    expected, model = build("odd_parameters"), shard(build("odd_parameters"), **OPTIONS[option])
+    model(*batch_of_rank(model, 0)).backward()
+    gradients = copy.deepcopy(full_gradients(model))  # what is whole on every rank is not gathered but shared
+    with model.summon_full_params(with_grads=True):
+        assert_is_full(model, expected)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, gradients[name])
+            parameter.grad.mul_(2)
+        reset(model, seed=5)
+    reset(expected, seed=5)
+    assert_same_parameters(model, expected)
+    assert all(torch.equal(value, 2 * gradients[name]) for name, value in full_gradients(model).items())
+
+
+@on_ranks(2)
+def test_ignored_parameters_stay_what_they_are(world_size):
+    model = build("odd_mlp")
+    ignored = model.layers[0].weight
+    shard(model, ignored_params={ignored})
+    with model.summon_full_params(writeback=False):
+        assert model.layers[0].weight is ignored
+        ignored.data.fill_(dist.get_rank())
+    assert model.layers[0].weight is ignored
+    assert torch.equal(ignored, torch.full((7, 5), float(dist.get_rank())))
 
 
 @on_ranks(2)
