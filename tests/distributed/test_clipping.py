@@ -64,7 +64,7 @@ def test_clipping_equals_the_unsharded_models(world_size, name):
 @on_ranks(2)
 def test_clipping_between_compiled_steps(world_size):
     """As in a training loop: backward, clip, step."""
-    expected, model = build("gpt"), compiled(build("gpt"))
+    expected, model = build("odd_mlp"), compiled(build("odd_mlp"))
     optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (expected, model)]
     for step in range(3):
         expected(*global_batch(expected, step)).backward()

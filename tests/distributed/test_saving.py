@@ -121,10 +121,12 @@ def test_a_model_on_some_ranks_is_loaded_on_them(world_size):
 
 OPTIONS = {
     "whole on every rank": {"sharding_strategy": ShardingStrategy.NO_SHARD},
-    "precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)},
-    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "sums": {"gradient_reduction": "sum"},
     "smaller groups": {"reshard_after_forward": 2},
+    "precision, offload, sums": {
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "gradient_reduction": "sum",
+    },
 }
 
 
@@ -191,7 +193,7 @@ def test_what_else_a_model_holds_is_saved_with_it(world_size, front_end):
         assert_same_gradients(copied, model)
 
 
-@pytest.mark.parametrize("option", [None, "precision", "offload"])
+@pytest.mark.parametrize("option", [None, "precision, offload, sums"])
 @pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 def test_a_single_process_saves_and_loads(front_end, option):
     model = front_end(build("odd_parameters"), **OPTIONS.get(option, {}))
