@@ -7,27 +7,39 @@ becomes a part of the program of what is wrapped around it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    FullStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictType,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from .api import fsdp_compile
 from .errors import ConfigError
 from .full_parameters import SummonOptions, summon
-from .sharding import is_sharded
+from .sharding import Sharding, is_sharded, sharding_of
 
 __all__ = ["FullyShardedDataParallel", "fully_shard"]
 
@@ -151,10 +163,77 @@ class FullyShardedDataParallel(metaclass=_Sharded):
         """`module.summon_full_params(...)`; `recurse=False` is not supported."""
         if not recurse:
             raise ConfigError("summon_full_params(recurse=False) is not supported")
-        if not is_sharded(module):
-            raise ConfigError("summon_full_params takes the model that was sharded")
+        _sharding_of(module)
         options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
         return summon(module, options)
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """What `module.state_dict()` and `optim_state_dict` give inside: DTensors, or full tensors.
+
+        Outside, `module.state_dict()` gives DTensors, unlike FSDP1's. `load_state_dict` takes either at any time. Every
+        rank calls `state_dict()`; with `rank0_only` the others get an empty one.
+        """
+        is_full = state_dict_type is StateDictType.FULL_STATE_DICT
+        config = state_dict_config or (FullStateDictConfig() if is_full else ShardedStateDictConfig())
+        if state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise ConfigError("LOCAL_STATE_DICT is not supported: there are no flat parameters to save")
+        if isinstance(config, FullStateDictConfig) != is_full:
+            raise ConfigError(f"{type(config).__name__} is no configuration for {state_dict_type}")
+        sharding = _sharding_of(module)
+        before, sharding.gives_full_optimizer_state = sharding.gives_full_optimizer_state, is_full
+        hook = module.register_state_dict_post_hook(lambda module, state, *_: _convert(module, state, config))
+        try:
+            yield
+        finally:
+            hook.remove()
+            sharding.gives_full_optimizer_state = before
+
+    @staticmethod
+    def optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state by parameter names: full tensors, or DTensors inside `state_dict_type(SHARDED)`."""
+        options = StateDictOptions(full_state_dict=_sharding_of(model).gives_full_optimizer_state)
+        state = get_optimizer_state_dict(model, optim, options=options)
+        return tree_map_only(torch.Tensor, _own, state)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, of what `optim_state_dict` gave; `optim` has loaded it already."""
+        is_full = _sharding_of(model).gives_full_optimizer_state
+        set_optimizer_state_dict(model, optim, optim_state_dict, options=StateDictOptions(full_state_dict=is_full))
+        return optim.state_dict()
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    """A copy of what torch.distributed.checkpoint gives out as it is: numbers, as the count of steps."""
+    return value.clone() if value.dim() == 0 else value
+
+
+def _sharding_of(module: nn.Module) -> Sharding:
+    if not is_sharded(module):
+        raise ConfigError(f"this takes the model that was sharded, and a {type(module).__name__} was given")
+    return sharding_of(module)
+
+
+def _convert(module: nn.Module, state: dict[str, Any], config: StateDictConfig) -> None:
+    """Make the tensors of a state dict full or not, and move them, as `config` says."""
+    is_full = isinstance(config, FullStateDictConfig)
+    for name, value in list(state.items()):
+        if torch.is_tensor(value):
+            full = value.full_tensor() if isinstance(value, DTensor) and is_full else value
+            state[name] = full.cpu() if config.offload_to_cpu else full
+    mesh = sharding_of(module).mesh
+    is_first = mesh is None or mesh.get_rank() == int(mesh.mesh.flatten()[0])
+    if isinstance(config, FullStateDictConfig) and config.rank0_only and not is_first:
+        state.clear()
 
 
 def _policy(policy: Any) -> Any:

@@ -39,6 +39,7 @@ class Sharding:
         is_finishing: whether gradients will be reduced at the end of the running backward.
         compile: how the model was compiled, if it was.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
+        gives_full_optimizer_state: whether `compat.FullyShardedDataParallel.optim_state_dict` gathers.
     """
 
     mesh: DeviceMesh | None
@@ -52,6 +53,7 @@ class Sharding:
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
     compile: Callable[[Any], None] | None = None
     is_summoned: bool = False
+    gives_full_optimizer_state: bool = True
 
     def pipeline(self) -> Pipeline:
         """The passes that this model's graphs run through."""

@@ -11,9 +11,11 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    FullStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    StateDictType,
 )
 from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy, wrap
 from torch.distributed.tensor import DTensor, Replicate
@@ -236,7 +238,7 @@ def test_unsupported_arguments_raise_and_change_nothing(world_size, options, wor
         fully_shard([model])
     with pytest.raises(ConfigError, match="recurse=False"):
         FSDP.summon_full_params(model, recurse=False)
-    with pytest.raises(ConfigError, match="takes the model that was sharded"):
+    with pytest.raises(ConfigError, match="takes the model that was sharded, and a OddMlp was given"):
         FSDP.summon_full_params(model)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
@@ -272,3 +274,35 @@ def test_arguments_of_fsdp1_that_name_a_device_and_a_mesh(world_size):
     assert next(model.parameters()).device_mesh is mesh
     with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
         wrapped(build("odd_mlp"), device_id=0)
+
+
+@on_ranks(2)
+def test_state_dicts_of_fsdp1_are_full_or_sharded(world_size):
+    expected, _ = train_unsharded("odd_mlp", STEPS)
+    model = wrapped(build("odd_mlp"))
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, STEPS)
+    full = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, full):
+        state = model.state_dict()
+        optimizer_state = FSDP.optim_state_dict(model, optimizer)
+    assert (state == {}) == (dist.get_rank() == 1)
+    if state:
+        assert_close(state, dict(expected.state_dict()))
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+
+    other = wrapped(build("odd_mlp", seed=1))
+    with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT):
+        other.load_state_dict(expected.state_dict())
+        other_optimizer = adamw(other.parameters())
+        loadable = FSDP.optim_state_dict_to_load(other, other_optimizer, optimizer_state)
+        other_optimizer.load_state_dict(loadable)
+    assert_close(train(other, other_optimizer, STEPS), train(model, optimizer, STEPS))
+    assert_same_parameters(other, model)
+    with (
+        pytest.raises(ConfigError, match="LOCAL_STATE_DICT"),
+        FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
+    ):
+        pass
