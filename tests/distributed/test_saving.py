@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile.compat import fully_shard
 from tests.distributed.training import (
     adamw,
     assert_close,
@@ -150,6 +151,16 @@ def test_ignored_parameters_are_saved(world_size):
     loaded = saved_and_loaded(model)
     assert type(loaded.layers[0].weight) is nn.Parameter
     assert_trains_like(loaded, model)
+
+
+@on_ranks(2)
+def test_a_model_sharded_from_the_bottom_up_is_saved_as_a_whole(world_size):
+    model = build("odd_mlp")
+    for module in (model.layers[0], model.layers[2], model):
+        fully_shard(module, backend="aot_eager")
+    loaded = saved_and_loaded(model)
+    assert_trains_like(loaded, model)
+    assert loaded.graphs[0].schedule() == model.graphs[0].schedule()
 
 
 class Logging(nn.Module):
