@@ -165,6 +165,16 @@ def test_adapters_are_trained_saved_and_loaded(tmp_path: Path) -> None:
     assert sum(tensor.numel() for tensor in adapters.values()) == 58_368
 
 
+def test_a_script_for_fsdp2_has_the_same_losses_with_both_imports() -> None:
+    short = "--steps 4 --batch 4 --seq 32 --dim 64 --layers 2 --backend aot_eager"
+    output = run(f"{TORCHRUN} 2 examples/migrate_from_fsdp2.py --compare {short}")
+    losses = re.findall(r"^(\S+): loss (\S+) at step 1, (\S+) at step 4$", output, re.MULTILINE)
+    assert [name for name, *_ in losses] == ["fsdp_compile.compat", "torch.distributed.fsdp"], output
+    assert all(float(last) < float(first) for _, first, last in losses)
+    difference = re.search(r"largest difference over 4 steps: (\S+)", output)
+    assert difference and float(difference[1]) < 1e-5
+
+
 def test_inspect_graph_prints_both_graphs_and_the_schedule() -> None:
     output = run(f"{PYTHON} examples/inspect_graph.py")
     for words in ("forward(layers.0", "backward(", "fsdp.free(", "all_gather layers.1"):
