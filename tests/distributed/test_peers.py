@@ -1,0 +1,239 @@
+"""What sharding by hooks raises on, or costs, and no other test of ours shows; docs/compatibility.md has the rest.
+
+Each of these fails with torch's FSDP1, with FSDP2, or with both.
+"""
+
+import functools
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_compile import fsdp_compile, rewrite, shard
+from fsdp_compile.passes import ops
+from tests.distributed.training import (
+    adamw,
+    assert_close,
+    assert_same_gradients,
+    assert_same_parameters,
+    batch_of_rank,
+    global_batch,
+    mean_over_ranks,
+    train,
+    train_unsharded,
+)
+from tests.models import Block, Gpt, Regression, build
+from tests.ranks import on_ranks
+
+STEPS = range(3)
+compiled = functools.partial(fsdp_compile, backend="aot_eager")
+both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
+
+
+# A parameter is gathered where it is read, not where a forward begins
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def encode(self, x):
+        return torch.tanh(self.layer(x))
+
+
+class ReadInAnotherModule(Regression):
+    """A weight of one unit is used in the forward of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Encoder()
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.head(F.linear(torch.tanh(self.first(x)), self.first.layer.weight)), target)
+
+
+class AnotherMethod(Regression):
+    """Of a unit, a method other than its forward is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Encoder()
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.head(self.first.encode(x)), target)
+
+
+class Output:
+    """Of a class that nobody has registered anywhere."""
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class WithOutput(Encoder):
+    def forward(self, x):
+        return Output(torch.tanh(self.layer(x)))
+
+
+class UnitsWithOutputsOfAnyClass(Regression):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = WithOutput(), WithOutput()
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.head(self.second(self.first(x).hidden).hidden), target)
+
+
+class TwoDtypes(Regression):
+    """Parameters of fp32 and fp64 in one unit, all of them trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 1).double()
+
+    def forward(self, x, target):
+        return F.mse_loss(self.head(torch.tanh(self.first(x)).double()), target.double()).float()
+
+
+MODELS = {model.__name__: model for model in (ReadInAnotherModule, AnotherMethod, UnitsWithOutputsOfAnyClass)}
+UNITS = [Encoder]
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+def assert_trains_equal(make_model, front_end, **options):
+    expected, model = make_model(), front_end(make_model(), **options)
+    expected_losses = train(expected, adamw(expected.parameters()), STEPS, batch=global_batch)
+    losses = train(model, adamw(model.parameters()), STEPS)
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model, expected)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@both_front_ends
+@on_ranks(2)
+def test_a_parameter_is_gathered_wherever_it_is_read(world_size, front_end, name):
+    """FSDP1 and FSDP2 gather in the hooks of a unit's forward, and find its outputs by their class (row 4)."""
+    assert_trains_equal(functools.partial(make, MODELS[name]), front_end, auto_wrap_policy=UNITS)
+
+
+class ReturnsAnOutput(Regression):
+    def __init__(self):
+        super().__init__()
+        self.first = Encoder()
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x, target):
+        return Output(F.mse_loss(self.head(torch.tanh(self.first(x))), target))
+
+
+@both_front_ends
+@on_ranks(2)
+def test_a_model_returns_an_object_of_any_class(world_size, front_end):
+    """FSDP1 raises in the backward: its hook was never registered (row 4)."""
+    expected, model = make(ReturnsAnOutput), front_end(make(ReturnsAnOutput), auto_wrap_policy=UNITS)
+    expected(*global_batch(expected, 0)).hidden.backward()
+    model(*batch_of_rank(model, 0)).hidden.backward()
+    assert_same_gradients(model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_one_unit_holds_trained_parameters_of_two_dtypes(world_size, front_end):
+    """FSDP1 and FSDP2 raise (rows 5 and 16)."""
+    assert_trains_equal(functools.partial(make, TwoDtypes), front_end, auto_wrap_policy=[TwoDtypes])
+
+
+@both_front_ends
+@on_ranks(2)
+def test_training_after_a_first_call_in_inference_mode(world_size, front_end):
+    """FSDP1 and FSDP2 set up their buffers in the first call, as inference tensors (row 16)."""
+    expected, expected_losses = train_unsharded("gpt", STEPS)
+    model = front_end(build("gpt"))
+    with torch.inference_mode():
+        held_out = batch_of_rank(model, 100)
+        assert_close(model(*held_out), build("gpt")(*held_out))
+    losses = train(model, adamw(model.parameters()), STEPS)
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model, expected)
+
+
+# What a step costs beside the kernels
+
+
+def calls_of(function, *files):
+    """How often Python functions of these files were called while `function` ran."""
+    found = Counter()
+
+    def note(frame, event, _):
+        if event == "call":
+            found.update(file for file in files if file in frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@on_ranks(2)
+def test_forward_and_backward_dispatch_no_dtensor_operation_and_run_no_hook(world_size):
+    """FSDP2 calls over a thousand functions of its own in such a step; where parameters are inputs of a graph, Dynamo
+    guards every one of them (row 14)."""
+    model = compiled(build("gpt"))
+    train(model, adamw(model.parameters()), range(2))  # compiled, and no gradient left to add to
+    dispatch, hooks = "torch/distributed/tensor/_dispatch.py", "torch/distributed/fsdp/"
+    batch = batch_of_rank(model, 2)
+    assert calls_of(lambda: model(*batch).backward(), dispatch, hooks) == {}
+    assert calls_of(lambda: model.tokens.weight.detach().log_softmax(0), dispatch) != {}  # they are counted
+    for module in model.modules():
+        assert not (module._forward_pre_hooks or module._forward_hooks), module
+        assert not (module._backward_pre_hooks or module._backward_hooks), module
+
+    [graphs] = model.graphs
+    shapes = [tuple(node.meta["val"].shape) for node in graphs.forward.graph.nodes if node.op == "placeholder"]
+    assert len(shapes) == len(gathered_units(graphs)) + 2 < len(list(model.parameters()))  # tokens and targets
+
+
+# Units that nobody has named
+
+
+class NestedBlocks(Gpt):
+    """Blocks in a list that is not a child of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.ModuleDict({"layers": nn.ModuleList([Block(self.dim, num_heads=2) for _ in range(3)])})
+        del self.blocks
+
+    @property
+    def blocks(self):
+        return self.decoder["layers"]
+
+
+def gathered_units(graphs):
+    gathers = [node for node in graphs.forward.graph.nodes if ops.is_all_gather(node)]
+    return [ops.unit_of_bucket(ops.argument(node, "bucket")) for node in gathers]
+
+
+def test_repeated_blocks_are_units_when_none_are_named():
+    """FSDP1 and FSDP2 make the whole model one unit: all of its parameters are full at once (row 17)."""
+    model = make(NestedBlocks)
+    graphs = rewrite(model, *model.inputs(2, seed=0), world_size=2, collective_lowering="packed")
+    blocks = [f"decoder.layers.{number}" for number in range(3)]
+    assert gathered_units(graphs) == ["tokens+positions", *blocks]  # the norm is too small to be a unit
