@@ -496,8 +496,8 @@ HEAD = """\
 What training scripts do, and what becomes of it. The cases follow torch's own suites for FSDP1
 (`FullyShardedDataParallel`, with `use_orig_params=True`) and FSDP2 (`fully_shard`), and what their users have reported.
 What is said of these two was run with torch 2.13.0 on two CPU ranks with gloo, against the unsharded model.
-"Documented" is what torch's documentation says, "not checked" what nobody has looked at, and "silently wrong" another result without
-an error. For fsdp_compile every "yes" names the tests that show it.\
+"Documented" is what torch's documentation says, "not checked" what nobody has looked at, and
+"silently wrong" another result without an error. For fsdp_compile every "yes" names the tests that show it.\
 """
 
 
