@@ -3,6 +3,7 @@
 from .api import fsdp_compile, rewrite, shard
 from .errors import CaptureError, ConfigError, PassError, VerifyError
 from .graphs import RewrittenGraph, RewrittenGraphs
+from .sharded_module import register_fsdp_forward_method
 
 __all__ = [
     "CaptureError",
@@ -12,6 +13,7 @@ __all__ = [
     "RewrittenGraphs",
     "VerifyError",
     "fsdp_compile",
+    "register_fsdp_forward_method",
     "rewrite",
     "shard",
 ]

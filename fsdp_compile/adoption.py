@@ -81,7 +81,7 @@ def _take_over(name: str, part: nn.Module, sharding: Sharding) -> None:
             vars(module)["_fsdp_running"] = sharding.running
     del vars(part)["_fsdp_sharding"]
     part.__class__ = vars(type(part))["_fsdp_base"]
-    part._compiled_call_impl = None
+    vars(part).pop("_compiled_call_impl", None)
 
 
 def _merge_schedules(name: str, inner: Sharding, sharding: Sharding) -> None:

@@ -1,8 +1,8 @@
 """Reading parameters: inside a forward, `module.weight` is the full tensor; elsewhere it is the sharded Parameter.
 
-Each module that owns parameters becomes an instance of a generated subclass of its class, with a property for each
-parameter. Dynamo traces the property to one `fsdp::unshard` of the bucket's shard, a plain tensor; the kernel of that
-operator makes the same read work where nothing is compiled.
+Each module with parameters becomes an instance of a generated subclass of its class, with a property for each of those
+that it owns. Dynamo traces the property to one `fsdp::unshard` of the bucket's shard, a plain tensor; the kernel of
+that operator makes the same read work where nothing is compiled.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from .layout import Layout
 from .runtime.gradients import in_backward
+from .runtime.modules import CalledByItself, Recurrent
 
 
 @dataclasses.dataclass
@@ -72,20 +73,50 @@ class StandIn:
 
 @dataclasses.dataclass
 class Running:
-    """Whether parameters read as full tensors: in a forward of the model, and while a backward recomputes it."""
+    """Whether parameters read as full tensors: in a forward of the model, and while a backward recomputes it.
 
+    Attributes:
+        prepare: called before the outermost forward.
+        depth: how many forwards, and methods registered as such, are running.
+        num_calls: how many of them are calls of modules, which also list their parameters as full tensors.
+        with_grad: whether the outermost began with gradients. What a forward does without them then (a moving average,
+            say) may be meant to write to parameters; it gets the sharded ones listed.
+    """
+
+    prepare: Callable[[], None] | None = None
     depth: int = 0
+    num_calls: int = 0
+    with_grad: bool = True
 
     def __bool__(self) -> bool:
         return self.depth > 0 or in_backward()
 
+    @property
+    def lists_full(self) -> bool:
+        return self.num_calls > 0 and (torch.is_grad_enabled() or not self.with_grad)
+
     @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self, *, is_call: bool = True) -> Iterator[None]:
+        if not self.depth:
+            self.with_grad = torch.is_grad_enabled()
+            if self.prepare is not None and not torch.compiler.is_compiling() and not in_backward():
+                self.prepare()
         self.depth += 1
+        self.num_calls += is_call
         try:
             yield
         finally:
             self.depth -= 1
+            self.num_calls -= is_call
+
+    @contextmanager
+    def listing_sharded(self) -> Iterator[None]:
+        """Parameters are listed as they are outside of a forward."""
+        num_calls, self.num_calls = self.num_calls, 0
+        try:
+            yield
+        finally:
+            self.num_calls = num_calls
 
 
 def install_reads(
@@ -93,14 +124,21 @@ def install_reads(
 ) -> None:
     """Make every module of `model` read its parameters as `read_of_parameter` says."""
     for module in model.modules():
+        if not any(parameter in read_of_parameter for parameter in module.parameters()):
+            continue
         reads = {
             name: read_of_parameter[parameter]
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter in read_of_parameter
         }
-        if reads:
-            vars(module).update(_fsdp_reads=reads, _fsdp_running=running)
-            module.__class__ = _reading_class(type(module), tuple(reads))  # type: ignore[arg-type]  # a class is hashable
+        vars(module).update(_fsdp_reads=reads, _fsdp_running=running)
+        vars(module).pop("_flat_weights", None)  # of a recurrent module
+        module.__class__ = _reading_class(type(module), tuple(reads))  # type: ignore[arg-type]  # a class is hashable
+
+
+def is_reading(module: nn.Module) -> bool:
+    """Whether there are parameters at or below `module` that it reads in another form than it holds them."""
+    return "_fsdp_running" in vars(module)
 
 
 def reading_copy(model: nn.Module, layouts: Sequence[Layout]) -> nn.Module:
@@ -125,7 +163,7 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout]) -> nn.Module:
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         vars(module).update({name: off_meta(value) for name, value in vars(module).items() if torch.is_tensor(value)})
-    install_reads(copied, read_of_parameter, Running())
+    install_reads(copied, read_of_parameter, Running(num_calls=1))
     return copied
 
 
@@ -143,10 +181,39 @@ def off_meta(tree: Any) -> Any:
     return tree_map_only(torch.Tensor, replace, tree)
 
 
+class ReadingModule(CalledByItself):
+    """Mixed into every module with sharded parameters: it lists them as its properties read them."""
+
+    _fsdp_running: Running
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; in a forward, full tensors."""
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):  # type: ignore[misc]
+            if self._fsdp_running.lists_full:
+                owner, _, attribute = name.removeprefix(prefix).removeprefix(".").rpartition(".")
+                parameter = getattr(self.get_submodule(owner), attribute)  # type: ignore[attr-defined]
+            yield name, parameter
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        with self._fsdp_running.listing_sharded():
+            return super().requires_grad_(requires_grad)  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        with self._fsdp_running.listing_sharded():
+            super().zero_grad(set_to_none)  # type: ignore[misc]
+
+
+class RecurrentReadingModule(Recurrent, ReadingModule):
+    pass
+
+
 @functools.cache
 def _reading_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     properties = {name: property(_getter(name)) for name in names}
-    return generated_subclass(base, {"__reduce_ex__": _reduce_ex, **properties})
+    mixin = RecurrentReadingModule if issubclass(base, nn.RNNBase) else ReadingModule
+    return generated_subclass(base, {"__reduce_ex__": _reduce_ex, **properties}, mixin)
 
 
 def _reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:

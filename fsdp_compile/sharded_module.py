@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, MutableMapping
+import functools
+import inspect
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
@@ -14,25 +16,64 @@ from . import saving
 from .errors import ConfigError
 from .full_parameters import SummonOptions, shard_full_tensors, summon
 from .graphs import RewrittenGraphs
-from .reading import generated_subclass
+from .reading import generated_subclass, is_reading
 from .runtime.clipping import clip_gradients
+from .runtime.gradients import in_backward
+from .runtime.modules import not_captured
 from .sharding import note_sharding, sharding_of
 
 
 def become_sharded(model: nn.Module) -> None:
     """Give a model whose parameters are sharded its new class."""
     gained = {name: value for name, value in _GAINED.items() if not hasattr(model, name)}
-    model.__class__ = generated_subclass(type(model), gained, mixin=ShardedModule)
+    if is_reading(model):
+        gained["forward"] = _within(type(model).forward, is_call=True)
+    model.__class__ = generated_subclass(type(model), gained, ShardedModule)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make a method other than `forward` one in which parameters read as full tensors, as `forward` is.
+
+    Args:
+        module: a sharded model or a part of one; with any other there is nothing to do.
+        method_name: of a method that the class of `module` defines. It runs without being compiled; the compiled model
+            may be called within it.
+
+    Raises:
+        ConfigError: the class defines no such method.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module is an nn.Module, not {type(module).__name__}")
+    method = inspect.getattr_static(type(module), method_name, None)
+    if not inspect.isfunction(method):
+        raise ConfigError(f"{type(module).__name__} defines no method {method_name!r}")
+    if is_reading(module):
+        module.__class__ = generated_subclass(type(module), {method_name: _within(method, is_call=False)})
+
+
+def _within(method: Callable[..., Any], *, is_call: bool) -> Callable[..., Any]:
+    """The method, in which parameters read as full tensors."""
+
+    @not_captured
+    @functools.wraps(method)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(module, *args, **kwargs)
+        with module._fsdp_running(is_call=is_call):
+            return method(module, *args, **kwargs)
+
+    return run
 
 
 class ShardedModule:
     """Mixed into the class of a sharded root module: during its call, parameters read as full tensors."""
 
+    @not_captured
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding = sharding_of(self)  # type: ignore[arg-type]
         sharding.refuse_if_summoned("the model")
-        if not torch.compiler.is_compiling():
-            sharding.prepare()
+        if sharding.running.depth and not torch.compiler.is_compiling() and not in_backward():
+            sharding.prepare()  # a step within a registered method
         with sharding.running():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 

@@ -55,6 +55,9 @@ class Sharding:
     is_summoned: bool = False
     gives_full_optimizer_state: bool = True
 
+    def __post_init__(self) -> None:
+        self.running.prepare = self.prepare
+
     def pipeline(self) -> Pipeline:
         """The passes that this model's graphs run through."""
         lowering = self.schedule.collective_lowering
@@ -126,6 +129,8 @@ def check_modules(model: nn.Module, parameters: Collection[nn.Parameter]) -> Non
                 "weight, which is sharded: normalise the weight outside of forward"
             )
         for attribute, value in vars(module).items():
+            if attribute == "_flat_weights" and isinstance(module, nn.RNNBase):
+                continue  # reading.py replaces this list
             held = value if isinstance(value, (list, tuple)) else [value]
             if attribute != "_parameters" and any(
                 isinstance(item, nn.Parameter) and item in parameters for item in held

@@ -109,15 +109,22 @@ def parameter_only(graph: torch.fx.Graph, roots: set[torch.fx.Node]) -> set[torc
     found = set(roots)
     for node in graph.nodes:
         sources = node.all_input_nodes
-        is_pure_call = node.op == "call_function" and sources and not _is_random(node)
+        is_pure_call = node.op == "call_function" and sources and not is_random(node)
         if is_pure_call and all(source in found for source in sources):
             found.add(node)
     return found
 
 
-def _is_random(node: torch.fx.Node) -> bool:
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether this draws from a generator of random numbers; attention is tagged so, but needs a dropout_p for it."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [formal.name for formal in target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return bool(given.get("dropout_p", 0.0) != 0.0)
 
 
 def reorder(graph: torch.fx.Graph, key: Mapping[torch.fx.Node, Any]) -> None:

@@ -12,6 +12,10 @@ the gathers in view it would save gathered parameters, since they look expensive
 regains its own `unshard`. Values that the partitioner saved although they follow from parameters alone (a transposed
 weight looks free to it, a weight cast to bf16 looks cheap) are computed again in the backward, for the same reason.
 
+Random values are drawn once. Under an activation memory budget the partitioner would have the backward draw them again,
+and get others (pytorch/pytorch#190758); the forward saves them instead. Within a checkpointed region the partitioner
+itself saves the state of the generator.
+
 A unit that is not resharded after the forward is the exception: its full parameters are saved. Where `reshard` does not
 say otherwise, that is the unit which the forward uses last and the backward needs first: freeing it would buy nothing.
 A unit may also be sharded again over a smaller group (`ops.Part`): the part is saved, and gathered over that group.
@@ -50,6 +54,7 @@ class PartitionJoint:
         forward, backward = min_cut_rematerialization_partition(
             joint, [], num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
         )
+        _draw_once(forward.graph, backward.graph, num_fwd_outputs)
         if unshards:
             crossing = Crossing.of(forward, backward, num_fwd_outputs, unshards)
             kept = kept_buckets(crossing, self.reshard)
@@ -94,6 +99,35 @@ def _present_as_inputs(graph: torch.fx.Graph) -> dict[str, Unshard]:
 def _positions_of_primals(graph: torch.fx.Graph, names: Collection[str]) -> list[int]:
     primals = [node for node in analysis.inputs(graph) if "primals" in str(node.target)]
     return [index for index, node in enumerate(primals) if node.name in names]
+
+
+def _draw_once(forward: torch.fx.Graph, backward: torch.fx.Graph, num_fwd_outputs: int) -> None:
+    """Save what the forward draws wherever the backward would draw again; a node has the same name on both sides."""
+    node_of_name = {node.name: node for node in forward.nodes}
+    again = [node for node in backward.nodes if analysis.is_random(node) and node.name in node_of_name]
+    anchor = _first_saved_tensor(backward)
+    saved = []
+    for node in again:
+        for result in _results(node):
+            if result.name not in node_of_name:  # one of several, which the forward has no use for
+                with forward.inserting_after(node_of_name[node.name]):
+                    node_of_name[result.name] = forward.node_copy(result, lambda source: node_of_name[source.name])
+            saved.append(node_of_name[result.name])
+            with backward.inserting_before(anchor):
+                taken = backward.placeholder(result.name)
+            taken.meta = dict(result.meta)
+            result.replace_all_uses_with(taken)
+        for dead in (*node.users, node):
+            backward.erase_node(dead)
+    backward.eliminate_dead_code()
+    _save_instead(forward, num_fwd_outputs, [], saved)
+
+
+def _results(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The tensors that a node computes, those of them that are read."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return [node] if node.users else []
+    return [item for item in node.users if item.users]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +252,7 @@ def _reshard(crossing: Crossing, kept: set[str], reshard: Mapping[str, bool | op
             crossing.input_of_saved[saved].replace_all_uses_with(_recompute(backward, saved, regained))
     for saved in removed:
         backward.erase_node(crossing.input_of_saved[saved])
-    _save_instead(crossing, removed, list(newly_saved))
+    _save_instead(forward, crossing.num_fwd_outputs, removed, list(newly_saved))
     _regain_unshards(forward, crossing.unshard_of_input, shard_of_name)
 
 
@@ -238,10 +272,12 @@ def _recompute(
     return regained[node]
 
 
-def _save_instead(crossing: Crossing, removed: list[torch.fx.Node], added: list[torch.fx.Node]) -> None:
-    output = crossing.forward.graph.output_node()
-    values = analysis.outputs(crossing.forward.graph)
-    num = crossing.num_fwd_outputs
+def _save_instead(
+    forward: torch.fx.Graph, num_fwd_outputs: int, removed: list[torch.fx.Node], added: list[torch.fx.Node]
+) -> None:
+    output = forward.output_node()
+    values = analysis.outputs(forward)
+    num = num_fwd_outputs
     output.args = ((*values[:num], *added, *(value for value in values[num:] if value not in removed)),)
     if "desc" in output.meta:  # AOTAutograd's description of each output
         described = list(output.meta["desc"])

@@ -1,4 +1,5 @@
 import torch
+import torch._functorch.config
 import torch.fx
 import torch.nn.functional as F
 from torch import nn
@@ -21,8 +22,61 @@ class DroppedWeights(nn.Module):
         return torch.sin(F.linear(torch.sin(x), F.dropout(self.mix.weight)))
 
 
+class DroppedActivations(nn.Module):
+    """Dropout between two layers, both of which need in the backward what went in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = linear(4, 8)
+        self.down = linear(8, 2)
+
+    def forward(self, x):
+        return self.down(F.dropout(self.up(x)))
+
+
+@torch.library.custom_op("tests::draw", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def draw(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random operator with two results."""
+    return torch.rand_like(like), torch.rand_like(like)
+
+
+@draw.register_fake
+def _(like):
+    return torch.empty_like(like), torch.empty_like(like)
+
+
+class DrawnPair(torch.autograd.Function):
+    """The forward reads the first of two random results, the backward the second."""
+
+    @staticmethod
+    def forward(ctx, x):
+        first, second = draw(x)
+        ctx.save_for_backward(second)
+        return x * first
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class Drawn(DroppedActivations):
+    def forward(self, x):
+        return self.down(torch.sin(DrawnPair.apply(self.up(x))))
+
+
+class Attends(DroppedActivations):
+    def forward(self, x):
+        heads = self.up(x)[None, None]
+        return self.down(F.scaled_dot_product_attention(heads, heads, heads)[0, 0])
+
+
 def last_line(graph):
     return str(graph).splitlines()[-1].strip()
+
+
+def body(graph):
+    """All but the line of the inputs."""
+    return str(graph).partition("\n")[2]
 
 
 class TestPartitionJoint(Pictures):
@@ -246,6 +300,103 @@ forward(primals_1: f32[3,4], root: f32[8])
   sin_1: f32[3,4] = sin(mm)
   permute_3: f32[4,4] = permute(permute, [1, 0])
   return [sin_1, primals_1, sin, gt, mm, permute_3]""",
+        )
+
+    @torch._functorch.config.patch(activation_memory_budget=0.0)
+    def test_random_numbers_are_drawn_once_whatever_the_memory_budget(self):
+        graphs = trace(DroppedActivations(), rows())
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint)),
+            """\
+forward(up: f32[16], primals_2: f32[3,4], down: f32[8])
+  up.weight: f32[8,4] = fsdp.unshard(up, 0)
+  down.weight: f32[2,8] = fsdp.unshard(down, 0)
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  mm: f32[3,8] = mm(primals_2, permute)
+  inductor_seeds_default: i64[1] = prims.inductor_seeds(1, cpu)
+  inductor_lookup_seed_default: i64[] = prims.inductor_lookup_seed(inductor_seeds_default, 0)
+  inductor_random_default: f32[3,8] = prims.inductor_random([3, 8], inductor_lookup_seed_default, rand)
+  gt: b8[3,8] = gt.Scalar(inductor_random_default, 0.5)
+  mul: f32[3,8] = mul(gt, mm)
+  mul_1: f32[3,8] = mul(mul, 2.0)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  mm_1: f32[3,2] = mm(mul_1, permute_1)
+  return [mm_1, up, down.weight, inductor_seeds_default, primals_2]""",
+        )
+        self.assertExpectedInline(
+            body(graphs.after(PartitionJoint, "backward")),
+            """\
+  up.weight: f32[8,4] = fsdp.unshard(up, 0)
+  permute_2: f32[2,3] = permute(tangents_1, [1, 0])
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  mm: f32[3,8] = mm(primals_2, permute)
+  inductor_lookup_seed_default: i64[] = prims.inductor_lookup_seed(inductor_seeds_default_1, 0)
+  inductor_random_default: f32[3,8] = prims.inductor_random([3, 8], inductor_lookup_seed_default, rand)
+  gt: b8[3,8] = gt.Scalar(inductor_random_default, 0.5)
+  mul: f32[3,8] = mul(gt, mm)
+  mul_1: f32[3,8] = mul(mul, 2.0)
+  mm_2: f32[2,8] = mm(permute_2, mul_1)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  permute_4: f32[2,8] = permute(permute_1, [1, 0])
+  mm_3: f32[3,8] = mm(tangents_1, permute_4)
+  down.grad: f32[8] = fsdp.reduce_gradient([mm_2], [0])
+  convert_element_type: f32[3,8] = prims.convert_element_type(gt, f32)
+  mul_2: f32[3,8] = mul(convert_element_type, 2.0)
+  mul_3: f32[3,8] = mul(mm_3, mul_2)
+  permute_6: f32[8,3] = permute(mul_3, [1, 0])
+  mm_4: f32[8,4] = mm(permute_6, primals_2)
+  up.grad: f32[16] = fsdp.reduce_gradient([mm_4], [0])
+  return [up.grad, None, down.grad]""",
+        )
+
+    @torch._functorch.config.patch(activation_memory_budget=0.0)
+    def test_of_several_random_results_the_one_is_saved_that_the_backward_reads(self):
+        graphs = trace(Drawn(), rows())
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint)),
+            """\
+forward(up: f32[16], primals_2: f32[3,4], down: f32[8])
+  up.weight: f32[8,4] = fsdp.unshard(up, 0)
+  down.weight: f32[2,8] = fsdp.unshard(down, 0)
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  mm: f32[3,8] = mm(primals_2, permute)
+  draw = tests.draw(mm)
+  getitem_2: f32[3,8] = getitem(draw, 1)
+  getitem: f32[3,8] = getitem(draw, 0)
+  mul: f32[3,8] = mul(mm, getitem)
+  sin: f32[3,8] = sin(mul)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  mm_1: f32[3,2] = mm(sin, permute_1)
+  return [mm_1, up, down.weight, getitem, getitem_2, primals_2]""",
+        )
+        self.assertExpectedInline(
+            body(graphs.after(PartitionJoint, "backward")),
+            """\
+  up.weight: f32[8,4] = fsdp.unshard(up, 0)
+  permute_2: f32[2,3] = permute(tangents_1, [1, 0])
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  mm: f32[3,8] = mm(primals_2, permute)
+  mul: f32[3,8] = mul(mm, getitem_2)
+  sin: f32[3,8] = sin(mul)
+  mm_2: f32[2,8] = mm(permute_2, sin)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  permute_4: f32[2,8] = permute(permute_1, [1, 0])
+  mm_3: f32[3,8] = mm(tangents_1, permute_4)
+  down.grad: f32[8] = fsdp.reduce_gradient([mm_2], [0])
+  cos: f32[3,8] = cos(mul)
+  mul_1: f32[3,8] = mul(mm_3, cos)
+  mul_2: f32[3,8] = mul(mul_1, getitem_3)
+  permute_6: f32[8,3] = permute(mul_2, [1, 0])
+  mm_4: f32[8,4] = mm(permute_6, primals_2)
+  up.grad: f32[16] = fsdp.reduce_gradient([mm_4], [0])
+  return [up.grad, None, down.grad]""",
+        )
+
+    @torch._functorch.config.patch(activation_memory_budget=0.0)
+    def test_attention_without_dropout_is_computed_again(self):
+        graphs = trace(Attends(), rows())
+        self.assertExpectedInline(
+            last_line(graphs.after(PartitionJoint)), """return [mm_1, up, down.weight, primals_2]"""
         )
 
     def test_the_size_of_a_dynamic_batch_is_saved_last_and_taken_first(self):

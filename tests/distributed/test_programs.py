@@ -1,0 +1,632 @@
+"""Whatever a module may do with its parameters, sharded it trains and evaluates as the unsharded module does."""
+
+import collections
+import copy
+import dataclasses
+import functools
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import ConfigError, fsdp_compile, register_fsdp_forward_method, shard
+from fsdp_compile.backend import backend_for
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.sharding import sharding_of
+from tests.distributed.training import (
+    assert_close,
+    assert_same_gradients,
+    assert_same_parameters,
+    batch_of_rank,
+    global_batch,
+    sgd,
+    train,
+)
+from tests.models import GraphBreak, OddMlp, Regression
+from tests.ranks import on_ranks
+
+compiled = functools.partial(fsdp_compile, backend="aot_eager")
+both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
+
+
+def torch_compiled(model):
+    """What torch.compile(shard(model), backend="fsdp") does, without Inductor."""
+    sharding = sharding_of(shard(model))
+    return torch.compile(model, backend=backend_for(sharding, CompileConfig("aot_eager")))
+
+
+three_front_ends = pytest.mark.parametrize(
+    "front_end", [compiled, shard, torch_compiled], ids=["compiled", "eager", "torch.compile"]
+)
+
+
+# Ways to hold and to use parameters
+
+
+class Normalised(Regression):
+    """BatchNorm: the loss depends on which rows share a batch, so every rank has the same ones."""
+
+    shares_rows = True
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(5, 6, bias=False)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.head(torch.tanh(self.norm(self.up(x)))), target)
+
+
+class ReadsItsSibling(nn.Module):
+    def __init__(self, sibling):
+        super().__init__()
+        vars(self)["sibling"] = sibling  # not a child: its parameters keep one name
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return F.linear(x, self.sibling.weight.t()) * self.scale
+
+
+class ReadsElsewhere(Regression):
+    """A weight used by three modules: its own, the root, a sibling."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(5, 5)
+        self.reader = ReadsItsSibling(self.mix)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x, target):
+        x = torch.tanh(self.reader(torch.tanh(self.mix(x))))
+        return F.mse_loss(self.head(F.linear(x, self.mix.weight, self.mix.bias)), target)
+
+
+class NormalisedWeight(Regression):
+    """A pre-forward hook computes `weight` from two parameters, in the older way."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.utils.weight_norm(nn.Linear(5, 7))
+        self.head = nn.Linear(7, 1)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.head(torch.tanh(self.layer(x))), target)
+
+
+class SpectralNorm(Regression):
+    """A parametrization that updates its buffers in training, from the value of the parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 7))
+        self.head = nn.Linear(7, 1)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.head(torch.tanh(self.layer(x))), target)
+
+
+def sequence(x):
+    return x[:, None] * torch.arange(1.0, 4.0)[:, None]
+
+
+class Attention(Regression):
+    width = 8
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.attention.in_proj_bias.requires_grad_(False)  # that of the keys has no gradient but rounding noise
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x, target):
+        x = sequence(x)
+        x, weights = self.attention(x, x, x)
+        return F.mse_loss(self.head(x).mean(1), target) + weights.square().mean()
+
+
+class Encoder(Regression):
+    """torch's TransformerEncoder has a fast path, which reads the parameters of its layers."""
+
+    width = 8
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        layer.self_attn.in_proj_bias.requires_grad_(False)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.head(self.encoder(sequence(x))).mean(1), target)
+
+
+class Recurrent(Regression):
+    """LSTM and GRU, which keep a list of their parameters; Dynamo does not capture them."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(5, 6, num_layers=2, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(12, 4, bias=False, batch_first=True)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x, target):
+        x, (hidden, _) = self.lstm(sequence(x))
+        x, _ = self.gru(x)
+        return F.mse_loss(self.head(x).mean(1), target) + hidden.square().mean()
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class OwnFunction(Regression):
+    """A custom autograd.Function that saves a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 7)
+        self.head = nn.Linear(7, 1)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.head(torch.tanh(Product.apply(x, self.layer.weight) + self.layer.bias)), target)
+
+
+class Penalised(OddMlp):
+    """A penalty on all parameters, listed twice: as those of the root, and by name as those of a part."""
+
+    def forward(self, x, target):
+        loss = super().forward(x, target)
+        loss = loss + 0.1 * sum(parameter.square().sum() for parameter in self.parameters())
+        for name, parameter in self.layers.named_parameters("prefix"):
+            if name.endswith("weight"):
+                loss = loss + 0.1 * parameter.abs().sum()
+        return loss
+
+
+class PenalisedTied(Regression):
+    """A tied parameter is listed once."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5, bias=False)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, target):
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        x = self.second(torch.tanh(self.first(x))) * self.scale
+        return F.mse_loss(x.sum(1, keepdim=True), target) + 0.1 * penalty
+
+
+MODELS = {
+    model.__name__: model
+    for model in (
+        Normalised,
+        ReadsElsewhere,
+        NormalisedWeight,
+        SpectralNorm,
+        Attention,
+        Encoder,
+        Recurrent,
+        OwnFunction,
+        Penalised,
+        PenalisedTied,
+    )
+}
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+def first_rows(model, step):
+    """The same rows on every rank."""
+    return batch_of_rank(model, step, rank=0)
+
+
+def assert_trains_as(model, expected, steps=range(3)):
+    shares_rows = getattr(expected, "shares_rows", False)
+    train(expected, sgd(expected.parameters()), steps, batch=first_rows if shares_rows else global_batch)
+    train(model, sgd(model.parameters()), steps, batch=first_rows if shares_rows else batch_of_rank)
+    assert_same_parameters(getattr(model, "_orig_mod", model), expected)
+
+
+def assert_evaluates_as(model, expected):
+    batch = batch_of_rank(expected, 100)
+    for training in (False, True):
+        model.train(training), expected.train(training)
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                assert_close(model(*batch).clone(), expected(*batch).clone())
+    assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@both_front_ends
+@on_ranks(2)
+def test_training_and_evaluation_equal_the_unsharded_model(world_size, front_end, name):
+    """Evaluation comes first: inference_mode must leave nothing behind that a training step trips over."""
+    expected, model = made(MODELS[name]), front_end(made(MODELS[name]))
+    for steps in (range(2), range(2, 4)):
+        assert_evaluates_as(model, expected)
+        assert_trains_as(model, expected, steps)
+
+
+@on_ranks(2)
+def test_inductor_trains_a_recurrent_model(world_size):
+    assert_trains_as(fsdp_compile(made(Recurrent)), made(Recurrent), range(2))
+
+
+# What goes in and what comes out
+
+
+@dataclasses.dataclass
+class Result:
+    loss: torch.Tensor
+    details: dict
+
+
+Pair = collections.namedtuple("Pair", "loss outputs")
+
+
+class Output(collections.OrderedDict):
+    """Keys are attributes as well, as in the outputs of the transformers library."""
+
+    def __init__(self, **values):
+        super().__init__(**values)
+        vars(self).update(values)
+
+
+class OddOutputs(OddMlp):
+    def forward(self, batch, *rest, scale=1.0, name=None, options=(1, {"power": 2})):
+        y = self.layers(batch["x"])
+        loss = F.mse_loss(y.sum(1, keepdim=True), batch["more"][0]) * scale ** options[1]["power"]
+        penalties = Pair(*[tensor.square().mean() * y.mean() for tensor in rest if tensor is not None])
+        return Output(loss=loss, penalties=penalties, result=Result(y.sum(), {"y": [y], "name": name}), nothing=None)
+
+
+@three_front_ends
+@on_ranks(2)
+def test_nested_inputs_and_outputs_of_any_class(world_size, front_end):
+    expected, model = made(OddOutputs), front_end(made(OddOutputs))
+    x, target = first_rows(expected, 0)
+    arguments = [{"x": x, "more": [target, "text"]}, x, None, target]
+    outputs = [network(*arguments, scale=2.0, name="a name") for network in (model, expected)]
+    for output in outputs:
+        assert type(output) is Output and list(output) == ["loss", "penalties", "result", "nothing"]
+        assert type(output.penalties) is Pair and type(output.result) is Result
+        assert output.nothing is None and output.result.details["name"] == "a name"
+    assert_close(*[[output.loss, *output.penalties, output.result.details["y"]] for output in outputs])
+    for output in outputs:
+        (output["loss"] + output.penalties.outputs + output.result.loss).backward()
+    assert_same_gradients(getattr(model, "_orig_mod", model), expected)
+
+
+# Modes in any order
+
+
+@pytest.mark.parametrize("kind", [Normalised, GraphBreak])
+@three_front_ends
+@on_ranks(2)
+def test_modes_in_any_order(world_size, front_end, kind):
+    """Each of the three modes before and after each, in training and in evaluation, and gradients all along."""
+    expected, model = made(kind), front_end(made(kind))
+    modes = [torch.inference_mode, torch.enable_grad, torch.no_grad]
+    order = [torch.inference_mode, *modes, *reversed(modes), torch.no_grad, torch.enable_grad]
+    for step, mode in enumerate(order):
+        model.train(step % 3 > 0), expected.train(step % 3 > 0)
+        batch = first_rows(expected, step)
+        with mode():
+            losses = [network(*batch) for network in (model, expected)]
+            assert_close(*[loss.clone() for loss in losses])
+        if mode is torch.enable_grad:
+            for loss in losses:
+                loss.backward()
+    assert_same_gradients(getattr(model, "_orig_mod", model), expected)
+    model.train(), expected.train()
+    assert_trains_as(model, expected)
+
+
+# Exceptions
+
+
+class Explosion(Exception):
+    pass
+
+
+class Explodes(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Explosion
+
+
+class Fragile(Regression):
+    """May raise between its layers: in the forward, or in the backward, where it breaks the graph in two."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x, target, where=None):
+        x = torch.tanh(self.shared(x))
+        if where == "forward":
+            raise Explosion
+        if where == "backward":
+            x = explode_in_backward(x)
+        return F.mse_loss(self.head(torch.tanh(self.shared(x))), target)
+
+
+@torch.compiler.disable
+def explode_in_backward(x):
+    return Explodes.apply(x)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "hook"])
+@both_front_ends
+@on_ranks(2)
+def test_an_exception_in_the_middle_of_a_step(world_size, front_end, where):
+    """The next steps are those of the unsharded model that made the same ones."""
+    expected, model = made(Fragile), front_end(made(Fragile))
+    assert_trains_as(model, expected, range(1))
+    for network in (model, expected):
+        handle = network.shared.weight.register_hook(explode) if where == "hook" else None
+        with pytest.raises(Explosion):
+            network(*batch_of_rank(expected, 1), where).backward()
+        if handle is not None:
+            handle.remove()
+        network.zero_grad()
+    assert isinstance(model.shared.weight, DTensor)
+    assert_trains_as(model, expected, range(2, 4))
+
+
+def explode(gradient):
+    raise Explosion
+
+
+@both_front_ends
+@on_ranks(2)
+def test_gradients_from_before_an_exception_are_kept(world_size, front_end):
+    expected, model = made(Fragile), front_end(made(Fragile))
+    for network, batch in ((model, batch_of_rank), (expected, global_batch)):
+        network(*batch(expected, 0)).backward()
+        with pytest.raises(Explosion):
+            network(*batch(expected, 1), "forward").backward()
+        network(*batch(expected, 2)).backward()
+    assert_same_gradients(model, expected)
+
+
+# Methods other than forward
+
+
+class Methods(Regression):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+        self.reader = ReadsItsSibling(nn.Linear(5, 5))
+        self.sibling = self.reader.sibling
+        self.normalised = nn.Linear(5, 5)
+        self.table = nn.Parameter(torch.randn(5, 5))
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        """Mean square of the encoding and the target."""
+        return F.mse_loss(self.head(self.encode(x)), target) * scale
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normalised(self.reader(self.encoder(x))) @ self.table
+
+    def iterate(self, x, target, steps=2):
+        """Calls the model, compiled or not, as generating methods do."""
+        return sum(self(x, target, scale=1.0 / (step + 1)) + self.table.sum() for step in range(steps))
+
+    @property
+    def width_of_table(self):
+        return self.table.shape[1]
+
+
+def assert_gradients_of(call, model, expected):
+    """`call(model, x, target)` is a scalar, with the same value and gradients; on rows that all ranks share."""
+    for network in (model, expected):
+        network.zero_grad()
+    x, target = first_rows(expected, 0)
+    results = [call(network, x, target) for network in (model, expected)]
+    assert_close(*[result.detach() for result in results])
+    for result in results:
+        result.backward()
+    assert_same_gradients(model, expected)
+    with torch.no_grad():
+        assert_close(*[call(network, x, target) for network in (model, expected)])
+
+
+@both_front_ends
+@on_ranks(2)
+def test_forward_called_as_a_method(world_size, front_end):
+    expected, model = made(Methods), front_end(made(Methods))
+    assert inspect.signature(model.forward) == inspect.signature(expected.forward)
+    assert inspect.signature(type(model).forward) == inspect.signature(Methods.forward)
+    assert model.forward.__doc__ == Methods.forward.__doc__
+    assert_gradients_of(lambda network, *batch: network.forward(*batch, scale=2.0), model, expected)
+    assert_trains_as(model, expected)
+
+
+class MethodsAndHook(Methods):
+    def __init__(self):
+        super().__init__()
+        nn.utils.weight_norm(self.normalised)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_parts_of_a_model_called_by_themselves(world_size, front_end):
+    """A layer, a container, a module with a hook, one that reads the parameters of another."""
+    expected, model = made(MethodsAndHook), front_end(made(MethodsAndHook))
+    assert_trains_as(model, expected, range(1))
+    for part in ("head", "encoder", "encoder.0", "normalised", "reader"):
+        assert_gradients_of(
+            lambda network, x, target, part=part: network.get_submodule(part)(x).square().mean(), model, expected
+        )
+    assert_gradients_of(  # and in the same step as the model itself
+        lambda network, x, target: network(x, target) + network.head(network.encoder(x)).square().mean(),
+        model,
+        expected,
+    )
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+    assert_trains_as(model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_a_part_called_by_itself_sees_parameters_that_were_replaced(world_size, front_end):
+    expected, model = made(Methods), front_end(made(Methods))
+    for network in (model, expected):
+        state = {name: value + 1 for name, value in network.state_dict().items()}
+        network.load_state_dict(state, assign=True)
+    assert_gradients_of(lambda network, x, target: network.encoder(x).square().mean(), model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_registered_methods(world_size, front_end):
+    model = front_end(made(Methods))
+    for name in ("encode", "iterate"):
+        register_fsdp_forward_method(model, name)
+        assert inspect.signature(getattr(model, name)) == inspect.signature(getattr(made(Methods), name))
+    for network in (copy.deepcopy(model), model):
+        expected = made(Methods)
+        assert_gradients_of(lambda network, x, target: network.encode(x).square().mean(), network, expected)
+        assert_gradients_of(lambda network, *batch: network.iterate(*batch), network, expected)
+        assert_trains_as(network, expected)
+
+
+@on_ranks(2)
+def test_registering_a_method_of_a_model_that_is_not_sharded_changes_nothing(world_size):
+    model = made(Methods)
+    register_fsdp_forward_method(model, "encode")
+    assert type(model) is Methods and "encode" not in vars(model)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_a_registered_method_of_a_part(world_size, front_end):
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 5))
+
+        def decode(self, x):
+            return x @ self.weight
+
+        def forward(self, x):
+            return x
+
+    class Whole(OddMlp):
+        def __init__(self):
+            super().__init__()
+            self.part = Part()
+
+    expected, model = made(Whole), front_end(made(Whole))
+    register_fsdp_forward_method(model.part, "decode")
+    assert_gradients_of(lambda network, x, target: network.part.decode(x).square().mean(), model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_what_cannot_be_registered(world_size, front_end):
+    for model in (made(Methods), front_end(made(Methods))):
+        for name in ("decode", "table", "width_of_table"):
+            with pytest.raises(ConfigError, match=f"Methods defines no method '{name}'"):
+                register_fsdp_forward_method(model, name)
+    with pytest.raises(ConfigError, match="module is an nn.Module, not str"):
+        register_fsdp_forward_method("model", "encode")
+
+
+# Listing parameters
+
+
+class MovingAverage(Regression):
+    """Its forward updates a copy of a part of it, without gradients, as in momentum contrast."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(5, 5)
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x, target):
+        self.update()
+        with torch.no_grad():
+            key = self.key(x)
+        return F.mse_loss(self.head(torch.tanh(self.query(x))), target) + F.mse_loss(self.query(x), key)
+
+    @torch.no_grad()
+    @torch.compiler.disable
+    def update(self):
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.mul_(0.5).add_(query, alpha=0.5)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_a_forward_may_write_to_parameters_that_it_lists_without_gradients(world_size, front_end):
+    assert_trains_as(front_end(made(MovingAverage)), made(MovingAverage))
+
+
+class Freezes(OddMlp):
+    """Changes the flags and the gradients of its parameters in its forward."""
+
+    def forward(self, x, target):
+        freeze(self.layers[0])
+        self.layers[2].zero_grad()
+        return super().forward(x, target)
+
+
+@torch.compiler.disable
+def freeze(module):
+    module.requires_grad_(False)
+
+
+@on_ranks(2)
+def test_flags_and_gradients_changed_in_forward_are_those_of_the_parameters(world_size):
+    expected, model = made(Freezes), shard(made(Freezes))
+    for network in (model, expected):
+        for parameter in network.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        network(*first_rows(expected, 0)).backward()
+    flags = [[parameter.requires_grad for parameter in network.parameters()] for network in (model, expected)]
+    assert flags[0] == flags[1]
+    assert_same_gradients(model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_parameters_are_listed_sharded_outside_of_forward(world_size, front_end):
+    model = front_end(made(OddMlp))
+    seen = []
+    for layer in model.layers:
+        layer.register_full_backward_hook(lambda *_: seen.extend(model.parameters()))
+    model(*batch_of_rank(model, 0)).backward()
+    for parameter in [*seen, *model.parameters(), *model.layers[0].parameters()]:
+        assert isinstance(parameter, DTensor)
+    assert len(seen) == 5 * len(list(model.parameters()))
