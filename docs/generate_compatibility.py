@@ -425,10 +425,24 @@ SECTIONS: dict[str, list[Case]] = {
             "distributed/test_peers.py::test_training_after_a_first_call_in_inference_mode",
         ),
         case(
-            "torch.utils.checkpoint without reentry",
+            "torch.utils.checkpoint of both kinds, and selective policies",
             YES,
             YES,
-            "distributed/test_modules.py::test_training_equals_the_unsharded_model",
+            "distributed/test_checkpointing.py::test_a_checkpointed_model_trains",
+            "distributed/test_checkpointing.py::test_a_selective_policy_decides_what_is_saved",
+        ),
+        case(
+            "dropout under activation_memory_budget < 1",
+            WRONG,
+            WRONG,
+            "distributed/test_checkpointing.py::test_random_numbers_are_those_of_the_unsharded_model",
+            "distributed/test_checkpointing.py::test_inductor_recomputes_with_the_mask_of_the_forward",
+        ),
+        case(
+            "nn.LSTM",
+            YES,
+            YES,
+            "distributed/test_programs.py::test_inductor_trains_a_recurrent_model",
         ),
         case(
             "torch.compile of all of it as one graph (fullgraph=True)",
