@@ -16,6 +16,7 @@ from .layout import Layout
 from .reading import install_reads
 from .runtime.flat_shard import FlatShard
 from .runtime.optimizers import replacement_of
+from .sharded_module import stop_being_root
 from .sharding import Sharding, is_sharded, sharding_of
 
 
@@ -60,7 +61,11 @@ def adopt(model: nn.Module, parts: Mapping[str, nn.Module], sharding: Sharding) 
     """Make the shards of `parts` a part of `sharding`, the model's own; tie what was tied before they were sharded."""
     for name, part in parts.items():
         _take_over(name, part, sharding)
-    read_of_parameter = {}
+    read_of_parameter = {
+        parameter: read
+        for shard in sharding.shards
+        for parameter, read in zip(shard.parameters, shard.reads, strict=True)
+    }
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and (replacement := replacement_of(parameter)) is not None:
@@ -80,7 +85,7 @@ def _take_over(name: str, part: nn.Module, sharding: Sharding) -> None:
         if vars(module).get("_fsdp_running") is inner.running:
             vars(module)["_fsdp_running"] = sharding.running
     del vars(part)["_fsdp_sharding"]
-    part.__class__ = vars(type(part))["_fsdp_base"]
+    stop_being_root(part)
     vars(part).pop("_compiled_call_impl", None)
 
 

@@ -12,12 +12,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
+from .errors import ConfigError
 from .layout import Layout
 from .runtime.gradients import in_backward
 from .runtime.modules import CalledByItself, Recurrent
@@ -126,14 +127,17 @@ def install_reads(
     for module in model.modules():
         if not any(parameter in read_of_parameter for parameter in module.parameters()):
             continue
+        before = vars(module).get("_fsdp_reads", {})
         reads = {
             name: read_of_parameter[parameter]
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter in read_of_parameter
         }
-        vars(module).update(_fsdp_reads=reads, _fsdp_running=running)
-        vars(module).pop("_flat_weights", None)  # of a recurrent module
-        module.__class__ = _reading_class(type(module), tuple(reads))  # type: ignore[arg-type]  # a class is hashable
+        if not is_reading(module) or reads.keys() - before.keys():
+            module.__class__ = _reading_class(type(module), tuple(reads))  # type: ignore[arg-type]  # a class is hashable
+        vars(module).update(_fsdp_reads=before | reads, _fsdp_running=running)
+        if isinstance(module, nn.RNNBase):
+            vars(module)["_flat_weights"] = []  # hidden by the property of its new class
 
 
 def is_reading(module: nn.Module) -> bool:
@@ -221,13 +225,27 @@ def _reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     cls = type(module)
     reduce: Any = original_class(cls).__reduce_ex__
     function, arguments, *rest = reduce(module, protocol)
-    arguments = [original_class(cls) if argument is cls else argument for argument in arguments]
-    return _remake, (module._fsdp_reads, original_class(cls), function, *arguments), *rest
+    arguments = [_Generated(cls) if argument is cls else argument for argument in arguments]
+    return _remake, (module._fsdp_reads, function, *arguments), *rest
 
 
-def _remake(reads: dict[str, Any], base: type[nn.Module], function: Callable[..., Any], *arguments: Any) -> Any:
-    cls = _reading_class(base, tuple(reads))  # type: ignore[arg-type]  # a class is hashable
-    return function(*[cls if argument is base else argument for argument in arguments])
+def _remake(reads: dict[str, Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*[argument.cls if isinstance(argument, _Generated) else argument for argument in arguments])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Generated:
+    """A generated class, which a copy of its instance shares and which does not pickle."""
+
+    cls: type[nn.Module]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Generated:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "parts of a sharded model cannot be copied or pickled: copy or save the whole model, or its state_dict"
+        )
 
 
 def generated_subclass(

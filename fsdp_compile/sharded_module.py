@@ -31,6 +31,16 @@ def become_sharded(model: nn.Module) -> None:
     model.__class__ = generated_subclass(type(model), gained, ShardedModule)
 
 
+def stop_being_root(model: nn.Module) -> None:
+    """Take from a model what `become_sharded` gave it, but for the methods that were registered since."""
+
+    def without(cls: type[nn.Module]) -> type[nn.Module]:
+        base, method = vars(cls)["_fsdp_base"], vars(cls).get("_fsdp_method")
+        return base if method is None else _with_method(without(base), method, vars(cls)[method])
+
+    model.__class__ = without(type(model))
+
+
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make a method other than `forward` one in which parameters read as full tensors, as `forward` is.
 
@@ -48,7 +58,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not inspect.isfunction(method):
         raise ConfigError(f"{type(module).__name__} defines no method {method_name!r}")
     if is_reading(module):
-        module.__class__ = generated_subclass(type(module), {method_name: _within(method, is_call=False)})
+        module.__class__ = _with_method(type(module), method_name, _within(method, is_call=False))
+
+
+def _with_method(base: type[nn.Module], name: str, method: Callable[..., Any]) -> type[nn.Module]:
+    return generated_subclass(base, {name: method, "_fsdp_method": name})
 
 
 def _within(method: Callable[..., Any], *, is_call: bool) -> Callable[..., Any]:
@@ -71,7 +85,6 @@ class ShardedModule:
     @not_captured
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding = sharding_of(self)  # type: ignore[arg-type]
-        sharding.refuse_if_summoned("the model")
         if sharding.running.depth and not torch.compiler.is_compiling() and not in_backward():
             sharding.prepare()  # a step within a registered method
         with sharding.running():

@@ -78,6 +78,7 @@ class Sharding:
 
     def prepare(self) -> None:
         """Before a forward: parameters are views of their shards, and it is known where their gradients will go."""
+        self.refuse_if_summoned("the model")
         self.is_finishing = False
         self.check()
         for shard in self.shards:
