@@ -442,7 +442,7 @@ SECTIONS: dict[str, list[Case]] = {
             "nn.LSTM",
             YES,
             YES,
-            "distributed/test_programs.py::test_inductor_trains_a_recurrent_model",
+            "distributed/test_programs.py::test_training_and_evaluation_equal_the_unsharded_model",
         ),
         case(
             "torch.compile of all of it as one graph (fullgraph=True)",

@@ -12,13 +12,12 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
-from .errors import ConfigError
 from .layout import Layout
 from .runtime.gradients import in_backward
 from .runtime.modules import CalledByItself, Recurrent
@@ -225,7 +224,8 @@ def _reduce_ex(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     cls = type(module)
     reduce: Any = original_class(cls).__reduce_ex__
     function, arguments, *rest = reduce(module, protocol)
-    arguments = [_Generated(cls) if argument is cls else argument for argument in arguments]
+    generated = _Generated(cls, tuple(vars(module)["_fsdp_reads"]))
+    arguments = [generated if argument is cls else argument for argument in arguments]
     return _remake, (module._fsdp_reads, function, *arguments), *rest
 
 
@@ -235,17 +235,20 @@ def _remake(reads: dict[str, Any], function: Callable[..., Any], *arguments: Any
 
 @dataclasses.dataclass(frozen=True)
 class _Generated:
-    """A generated class, which a copy of its instance shares and which does not pickle."""
+    """A generated class: a copy of its instance shares it; in a file it is the user's class, to be generated anew."""
 
     cls: type[nn.Module]
+    names: tuple[str, ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Generated:
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ConfigError(
-            "parts of a sharded model cannot be copied or pickled: copy or save the whole model, or its state_dict"
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _generated, (original_class(self.cls), self.names)
+
+
+def _generated(base: type[nn.Module], names: tuple[str, ...]) -> _Generated:
+    return _Generated(_reading_class(base, names), names)  # type: ignore[arg-type]  # a class is hashable
 
 
 def generated_subclass(
