@@ -59,6 +59,19 @@ def test_torch_compile_with_the_backend_gives_the_same_graphs(world_size):
     assert_same_tensors(full_gradients(sharded), full_gradients(model))
 
 
+@on_ranks(2)
+def test_two_models_of_one_class_compiled_by_the_same_backend_train_each_its_own(world_size):
+    expected, model = build("gpt"), shard(build("gpt"))
+    other = shard(build("gpt", seed=1))
+    for found in (model, other):
+        torch.compile(found, backend="fsdp")(*batch_of_rank(found, 0)).backward()
+    expected(*global_batch(expected, 0)).backward()
+    assert_same_gradients(model, expected)
+    expected = build("gpt", seed=1)
+    expected(*global_batch(expected, 0)).backward()
+    assert_same_gradients(other, expected)
+
+
 def evaluate(model, batch):
     """The losses of calls without gradients, as they come between training steps."""
     model.eval()
