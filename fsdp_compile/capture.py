@@ -22,9 +22,11 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from .errors import CaptureError, ConfigError, PassError, VerifyError
 from .graphs import RewrittenGraphs
-from .passes import ops
+from .passes import analysis, ops
 from .passes.pipeline import Pipeline
+from .runtime.gradients import shard_of
 from .runtime.inductor import Fences
+from .runtime.kernels import capturing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Capture:
         Raises:
             ConfigError: the graph writes to a parameter.
         """
-        refuse_writes(gm.graph)
+        refuse_writes(gm.graph, sharded_inputs(gm.graph, example_inputs))
         partitioner = Partitioner(self)
 
         def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -90,7 +92,7 @@ class Capture:
         if not self.generates_code:
             patches["fallback_random"] = True  # the random numbers of eager
         # A hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`.
-        with torch._functorch.config.patch(enable_autograd_cache=False):
+        with torch._functorch.config.patch(enable_autograd_cache=False), capturing():
             return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)  # type: ignore[return-value]
 
     def _noting(
@@ -114,9 +116,23 @@ _VIEWS |= {"transpose", "unsqueeze", "view", "view_as", "_get_data_attr"}
 _WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}
 
 
-def refuse_writes(graph: torch.fx.Graph) -> None:
-    """Raise ConfigError if a Dynamo graph writes to a parameter: it would write to a gathered copy, and be lost."""
-    parameter_of_value: dict[Any, str] = {}
+def sharded_inputs(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> dict[torch.fx.Node, str]:
+    """The inputs of a Dynamo graph that are sharded parameters, and their names; of shards that the graph reads."""
+    name_of_parameter = {}
+    for shard in filter(None, map(shard_of, example_inputs)):
+        for slot, parameter in zip(shard.layout.slots, shard.parameters, strict=True):
+            name_of_parameter[id(parameter)] = slot.parameter
+    inputs = zip(analysis.inputs(graph), example_inputs, strict=True)
+    return {node: name_of_parameter[id(value)] for node, value in inputs if id(value) in name_of_parameter}
+
+
+def refuse_writes(graph: torch.fx.Graph, sharded: Mapping[torch.fx.Node, str]) -> None:
+    """Raise ConfigError if a Dynamo graph writes to a parameter that it reads.
+
+    It would write to a gathered copy, or to the shard after that was gathered. `sharded` are inputs that are parameters
+    themselves, and their names.
+    """
+    parameter_of_value: dict[Any, str] = dict(sharded)
     for node in graph.nodes:
         first = node.args[0] if node.args else None
         if ops.is_call(node, ops.UNSHARD):
@@ -126,7 +142,8 @@ def refuse_writes(graph: torch.fx.Graph) -> None:
             if node.target in _WRITES or (name.endswith("_") and not name.endswith("__")):
                 raise ConfigError(
                     f"forward writes to the parameter {parameter_of_value[first]} ({name}), which is sharded: "
-                    "write to parameters outside of forward"
+                    "write to parameters outside of forward, or in a function that is not compiled "
+                    "(torch.compiler.disable), without gradients, to what model.parameters() lists"
                 )
             if name in _VIEWS or node.target is operator.getitem:
                 parameter_of_value[node] = parameter_of_value[first]

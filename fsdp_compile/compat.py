@@ -39,9 +39,10 @@ from torch.utils._pytree import tree_map_only
 from .api import fsdp_compile
 from .errors import ConfigError
 from .full_parameters import SummonOptions, summon
+from .sharded_module import register_fsdp_forward_method
 from .sharding import Sharding, is_sharded, sharding_of
 
-__all__ = ["FullyShardedDataParallel", "fully_shard"]
+__all__ = ["FullyShardedDataParallel", "fully_shard", "register_fsdp_forward_method"]
 
 
 def fully_shard(

@@ -32,6 +32,8 @@ class Read:
     is_frozen: bool
 
     def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
+        if not self.shard.key:  # Dynamo guards on it: a graph knows the shards that it was compiled for
+            raise AssertionError("a shard without a key")
         gradient = "none" if self.is_frozen else self.shard.gradient
         full: torch.Tensor = torch.ops.fsdp.unshard.default(
             self.shard.data, self.shard.accumulated, gradient, *self.arguments
@@ -54,9 +56,11 @@ class LocalRead:
 class Readable(Protocol):
     """A shard; it may change its tensor, when the model moves to another dtype or device.
 
-    `gradient` and `accumulated` say where gradients go; `passes.ops` explains them.
+    `key` is another for every shard in the process. `gradient` and `accumulated` say where gradients go; `passes.ops`
+    explains them.
     """
 
+    key: str
     data: nn.Parameter
     gradient: str
     accumulated: nn.Parameter | None
@@ -67,6 +71,7 @@ class StandIn:
     """A shard for tracing only."""
 
     data: nn.Parameter
+    key: str = "stand-in"
     gradient: str = "reduce"
     accumulated: nn.Parameter | None = None
 

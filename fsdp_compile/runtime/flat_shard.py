@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -32,6 +33,7 @@ class FlatShard:
         received: offsets of the parameters that the running backward has a gradient for.
         accumulation: gradients that are yet to be reduced, once there were any.
         gradient, accumulated: what reads pass to `fsdp::unshard` for now.
+        key: another for every shard in the process.
     """
 
     layout: Layout
@@ -45,6 +47,7 @@ class FlatShard:
     accumulation: Accumulation | None = None
     gradient: str = "reduce"
     accumulated: nn.Parameter | None = None
+    key: str = dataclasses.field(default_factory=map(str, itertools.count(1)).__next__)
 
     @classmethod
     def create(

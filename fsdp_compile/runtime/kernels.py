@@ -5,14 +5,31 @@ They communicate for one parameter at a time: right, not fast. Compiled graphs n
 
 from __future__ import annotations
 
+import contextvars
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ..errors import ConfigError
 from ..passes import ops
 from .collectives import gather_chunk, reduce_packed
 from .gradients import note_gradients, shard_of
+
+_is_capturing = contextvars.ContextVar("fsdp_compile_is_capturing", default=False)
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Gradients may be traced: a compiled backward will say which parameters it has some for."""
+    token = _is_capturing.set(True)
+    try:
+        yield
+    finally:
+        _is_capturing.reset(token)
 
 
 def _unshard(
@@ -85,6 +102,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     bucket, parameter, offset, _, world_size, group, _, _, *reduction = ctx.arguments
+    if get_proxy_mode() is not None and not _is_capturing.get():
+        raise ConfigError(
+            f"the backward of {parameter}, which is sharded, was traced by a compiler that knows nothing of sharding: "
+            'compile with fsdp_compile, or with torch.compile(..., backend="fsdp")'
+        )
     of_shard = of_accumulated = None
     slot = bucket, [parameter], [offset], ctx.shard.numel(), world_size
     if ctx.gradient == "keep":

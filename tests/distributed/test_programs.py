@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import io
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.distributed.training import (
     sgd,
     train,
 )
-from tests.models import GraphBreak, OddMlp, Regression
+from tests.models import GraphBreak, OddMlp, Regression, build
 from tests.ranks import on_ranks
 
 compiled = functools.partial(fsdp_compile, backend="aot_eager")
@@ -263,6 +264,51 @@ def test_training_and_evaluation_equal_the_unsharded_model(world_size, front_end
     for mode, steps in ((torch.inference_mode, range(2)), (torch.no_grad, range(2, 4))):
         assert_evaluates_as(model, expected, mode)
         assert_trains_as(model, expected, steps)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_copies_of_a_recurrent_model(world_size, front_end):
+    model = front_end(made(Recurrent))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert_trains_as(model, made(Recurrent), range(1))
+    for copied in (copy.deepcopy(front_end(made(Recurrent))), torch.load(file, weights_only=False)):
+        assert_trains_as(copied, made(Recurrent), range(1))
+    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, list)]
+    assert not any(isinstance(item, torch.Tensor) for value in held for item in value)
+
+
+# Compiled in parts, and by whom
+
+
+@on_ranks(2)
+def test_blocks_compiled_one_by_one(world_size):
+    expected, model = build("gpt"), shard(build("gpt"))
+    for block in model.blocks:
+        block.compile(backend=backend_for(sharding_of(model), CompileConfig("aot_eager")))
+    assert_trains_as(model, expected, range(2))
+    assert len(model.graphs) == 2
+
+
+@on_ranks(2)
+def test_models_of_one_class_do_not_share_what_was_compiled_for_one(world_size):
+    """torch.compile shares code between models; a graph of ours hands gradients over to the shards of one."""
+    for _ in range(2):
+        assert_trains_as(torch.compile(shard(made(OddMlp)), backend="fsdp"), made(OddMlp), range(2))
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+@on_ranks(2)
+def test_other_compilers_are_refused_where_gradients_would_be_lost(world_size, is_part):
+    expected, model = made(OddMlp), shard(made(OddMlp))
+    (model.layers if is_part else model).compile(backend="aot_eager")
+    batch = first_rows(expected, 0)
+    with pytest.raises(Exception, match='sharded, was traced .* torch.compile(.*, backend="fsdp")'):
+        model(*batch)
+    with torch.no_grad():
+        assert_close(model(*batch), expected(*batch))
 
 
 # What goes in and what comes out
@@ -521,28 +567,47 @@ def test_registering_a_method_of_a_model_that_is_not_sharded_changes_nothing(wor
     assert type(model) is Methods and "encode" not in vars(model)
 
 
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def decode(self, x):
+        return x @ self.weight
+
+    def forward(self, x):
+        return x
+
+
+class Whole(OddMlp):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Part()])
+
+
+def decode(model, x, target):
+    return model.parts[0].decode(x).square().mean()
+
+
 @both_front_ends
 @on_ranks(2)
 def test_a_registered_method_of_a_part(world_size, front_end):
-    class Part(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(5, 5))
+    model = front_end(made(Whole))
+    register_fsdp_forward_method(model.parts[0], "decode")
+    for network in (copy.deepcopy(model), model):
+        assert_gradients_of(decode, network, made(Whole))
 
-        def decode(self, x):
-            return x @ self.weight
 
-        def forward(self, x):
-            return x
-
-    class Whole(OddMlp):
-        def __init__(self):
-            super().__init__()
-            self.part = Part()
-
-    expected, model = made(Whole), front_end(made(Whole))
-    register_fsdp_forward_method(model.part, "decode")
-    assert_gradients_of(lambda network, x, target: network.part.decode(x).square().mean(), model, expected)
+@both_front_ends
+@on_ranks(2)
+def test_a_method_that_was_registered_before_the_model_was_sharded_around_it(world_size, front_end):
+    expected, model = made(Whole), made(Whole)
+    front_end(model.parts[0])
+    register_fsdp_forward_method(model.parts[0], "decode")
+    front_end(model)
+    assert not hasattr(model.parts[0], "graphs")
+    assert_gradients_of(decode, model, expected)
+    assert_trains_as(model, expected)
 
 
 @both_front_ends
@@ -568,23 +633,33 @@ class MovingAverage(Regression):
         self.key = copy.deepcopy(self.query).requires_grad_(False)
         self.head = nn.Linear(5, 1)
 
-    def forward(self, x, target):
-        self.update()
+    def forward(self, x, target, is_compiled=False):
+        (self.update if is_compiled else self.update_as_it_is)()
         with torch.no_grad():
             key = self.key(x)
         return F.mse_loss(self.head(torch.tanh(self.query(x))), target) + F.mse_loss(self.query(x), key)
 
     @torch.no_grad()
-    @torch.compiler.disable
     def update(self):
         for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
             key.mul_(0.5).add_(query, alpha=0.5)
+
+    update_as_it_is = torch.compiler.disable(update)
 
 
 @both_front_ends
 @on_ranks(2)
 def test_a_forward_may_write_to_parameters_that_it_lists_without_gradients(world_size, front_end):
     assert_trains_as(front_end(made(MovingAverage)), made(MovingAverage))
+
+
+@on_ranks(2)
+def test_compiled_writes_to_parameters_that_the_forward_reads_are_refused(world_size):
+    """The write would come after the read."""
+    model = compiled(made(MovingAverage))
+    with pytest.raises(Exception, match="forward writes to the parameter key.weight") as caught:
+        model(*batch_of_rank(model, 0), is_compiled=True)
+    assert isinstance(caught.value.inner_exception, ConfigError)
 
 
 class Freezes(OddMlp):
