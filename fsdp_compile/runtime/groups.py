@@ -14,7 +14,6 @@ from torch.distributed.fsdp import ShardingStrategy
 from ..errors import ConfigError
 from ..layout import NO_AXIS, Axes, Axis
 from ..passes.ops import Part
-from .gloo import serial_group
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -124,7 +123,7 @@ def part_of(mesh: DeviceMesh, size: int) -> Part:
     index = mesh.get_local_rank(mesh.ndim - 1)
     begin = index - index % size
     group = dist.new_group(ranks[begin : begin + size], use_local_synchronization=True)
-    return Part(size, _name(group, mesh), index - begin)
+    return Part(size, str(group.group_name), index - begin)
 
 
 def _mesh_device_type(device: torch.device) -> str:
@@ -175,12 +174,7 @@ def _whole_mesh(mesh: DeviceMesh) -> Axis:
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> Axis:
-    return Axis(mesh.size(dim), _name(mesh.get_group(dim), mesh))
-
-
-def _name(group: dist.ProcessGroup, mesh: DeviceMesh) -> str:
-    """The name under which graphs find a group."""
-    return str(serial_group(group, mesh.device_type).group_name)
+    return Axis(mesh.size(dim), str(mesh.get_group(dim).group_name))
 
 
 def is_nccl(mesh: DeviceMesh) -> bool:
