@@ -15,6 +15,7 @@ from .errors import ConfigError
 from .layout import Layout
 from .reading import install_reads
 from .runtime.flat_shard import FlatShard
+from .runtime.groups import num_shards_of
 from .runtime.optimizers import replacement_of
 from .sharded_module import stop_being_root
 from .sharding import Sharding, is_sharded, sharding_of
@@ -91,7 +92,7 @@ def _take_over(name: str, part: nn.Module, sharding: Sharding) -> None:
 
 def _merge_schedules(name: str, inner: Sharding, sharding: Sharding) -> None:
     """Let the units of `inner`, under their new names, keep what was decided for their resharding."""
-    num_shards = 1 if sharding.mesh is None else sharding.mesh.size(sharding.mesh.ndim - 1)
+    num_shards = num_shards_of(sharding.mesh)
     own = sharding.schedule.reshard_of_unit(sharding.units, num_shards)
     adopted = inner.schedule.reshard_of_unit(inner.units, num_shards)
     reshard = own | {_renamed(unit, name): value for unit, value in adopted.items()}

@@ -22,7 +22,7 @@ from .layout import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
 from .passes import ops
 from .precision import find_precision, install_casts
 from .reading import off_meta, reading_copy
-from .runtime.groups import device_of, resolve_mesh
+from .runtime.groups import device_of, num_shards_of, resolve_mesh
 from .sharded_module import become_sharded
 from .sharding import Plan, check_modules, check_not_sharded, note_sharding, pipeline_of, shard_parameters, sharding_of
 from .units import Unit, find_units
@@ -164,7 +164,7 @@ def shard(
     resolved = resolve_mesh(
         mesh, process_group, device, strategy, is_offloaded=offload.is_on, local_world_size=local_world_size
     )
-    schedule.reshard_of_unit([unit.name for unit in units], resolved.size(resolved.ndim - 1) if resolved else 1)
+    schedule.reshard_of_unit([unit.name for unit in units], num_shards_of(resolved))
     plan = Plan(
         units,
         parameters,

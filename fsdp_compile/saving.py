@@ -23,7 +23,7 @@ from .layout import NO_AXIS, Axis, Layout
 from .reading import LocalRead, Read, install_reads, original_class
 from .runtime.flat_shard import FlatShard
 from .runtime.groups import axes_of, mesh_over, part_of
-from .sharding import Sharding, note_sharding, sharding_of
+from .sharding import Sharding, note_sharding, owners_of_parameters, sharding_of
 
 _MADE_ANEW = {"mesh", "shards", "parts", "running", "is_finishing", "graphs", "is_summoned"}  # not saved of a Sharding
 _INSTEAD = (
@@ -164,17 +164,13 @@ def load(saved: Saved, flats: list[torch.Tensor], tensors: list[torch.Tensor]) -
 
 def _reads(model: nn.Module, shards: list[FlatShard]) -> dict[nn.Parameter, Read]:
     """How the modules, which hold the parameters of the shards already, are to read them."""
-    owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-    for module in model.modules():
-        for name, held in module._parameters.items():
-            if held is not None:
-                owners.setdefault(held, (module, name))
+    owners = owners_of_parameters(model)
     reads = {}
     for shard in shards:
         for slot, parameter in zip(shard.layout.slots, shard.parameters, strict=True):
             if parameter not in owners:
                 raise ConfigError(f"{slot.parameter} was not saved: the model's class decides itself what is pickled")
-            shard.owners.append(owners[parameter])
+            shard.owners.append(owners[parameter][0])
             read = Read(shard, shard.layout.unshard_arguments(slot), is_frozen=not parameter.requires_grad)
             shard.reads.append(read)
             reads[parameter] = read

@@ -22,7 +22,7 @@ from .precision import Precision, install_casts
 from .reading import LocalRead, Read, Running, install_reads
 from .runtime.flat_shard import FlatShard
 from .runtime.gradients import carry_hooks
-from .runtime.groups import axes_of, device_of, is_nccl, part_of
+from .runtime.groups import axes_of, device_of, is_nccl, num_shards_of, part_of
 from .runtime.optimizers import note_replacement
 from .units import Unit
 
@@ -63,8 +63,7 @@ class Sharding:
         lowering = self.schedule.collective_lowering
         is_auto_grouped = lowering == "auto" and self.mesh is not None and is_nccl(self.mesh)
         grouped = lowering == "grouped" or is_auto_grouped
-        num_shards = 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
-        return pipeline_of(self.schedule, self.units, num_shards, self.parts, grouped=grouped)
+        return pipeline_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, grouped=grouped)
 
     def refuse_if_summoned(self, what: str) -> None:
         """Raise RuntimeError inside summon_full_params, where `what` has no meaning."""
@@ -177,8 +176,7 @@ def shard_parameters(model: nn.Module, plan: Plan) -> Sharding:
     if plan.mesh is None:
         _keep_whole(model, plan, sharding.running)
     else:
-        num_shards = plan.mesh.size(plan.mesh.ndim - 1)
-        reshard = plan.schedule.reshard_of_unit(sharding.units, num_shards).values()
+        reshard = plan.schedule.reshard_of_unit(sharding.units, num_shards_of(plan.mesh)).values()
         for size in sorted({value for value in reshard if not isinstance(value, bool)}):
             sharding.parts[size] = part_of(plan.mesh, size)
         _replace_parameters(model, plan, plan.mesh, sharding)
@@ -229,12 +227,18 @@ def _on_cpu(tensor: torch.Tensor, offload: OffloadConfig) -> torch.Tensor:
     return on_cpu.pin_memory() if offload.pin_memory and torch.cuda.is_available() else on_cpu
 
 
-def _replace_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, sharding: Sharding) -> None:
+def owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """For every parameter the modules that hold it, and its name there; tied ones have several."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(parameter, []).append((module, name))
+    return owners
+
+
+def _replace_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, sharding: Sharding) -> None:
+    owners = owners_of_parameters(model)
     values = _Values(plan, mesh)
     if plan.sync_module_states:
         values.broadcast(model.buffers())

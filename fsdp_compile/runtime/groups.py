@@ -177,5 +177,10 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
     return Axis(mesh.size(dim), str(mesh.get_group(dim).group_name))
 
 
+def num_shards_of(mesh: DeviceMesh | None) -> int:
+    """How many ranks parameters are sharded over: those of the mesh's last dimension."""
+    return 1 if mesh is None else mesh.size(mesh.ndim - 1)
+
+
 def is_nccl(mesh: DeviceMesh) -> bool:
     return "nccl" in dist.get_backend(mesh.get_group(mesh.ndim - 1))
