@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from .layout import Layout
 from .runtime.gradients import in_backward
-from .runtime.modules import CalledByItself, Recurrent
+from .runtime.modules import CalledByItself, Recurrent, not_captured
 
 
 @dataclasses.dataclass
@@ -100,16 +100,27 @@ class Running:
     def lists_full(self) -> bool:
         return self.num_calls > 0 and (torch.is_grad_enabled() or not self.with_grad)
 
-    @contextmanager
-    def __call__(self, *, is_call: bool = True) -> Iterator[None]:
+    @not_captured
+    def run(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_call: bool = True, is_step: bool = False
+    ) -> Any:
+        """`function(*args, **kwargs)`, in which parameters read as full tensors.
+
+        Args:
+            is_call: whether it is a call of a module.
+            is_step: whether it begins a step, even in a method registered as a forward.
+        """
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and not is_step:
+            return function(*args, **kwargs)
         if not self.depth:
             self.with_grad = torch.is_grad_enabled()
-            if self.prepare is not None and not torch.compiler.is_compiling() and not in_backward():
-                self.prepare()
+        if (is_step or not self.depth) and self.prepare is not None and not (is_traced or in_backward()):
+            self.prepare()
         self.depth += 1
         self.num_calls += is_call
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
             self.depth -= 1
             self.num_calls -= is_call

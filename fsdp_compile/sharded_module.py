@@ -18,9 +18,8 @@ from .full_parameters import SummonOptions, shard_full_tensors, summon
 from .graphs import RewrittenGraphs
 from .reading import generated_subclass, is_reading
 from .runtime.clipping import clip_gradients
-from .runtime.gradients import in_backward
 from .runtime.modules import not_captured
-from .sharding import note_sharding, sharding_of
+from .sharding import Sharding, note_sharding, sharding_of
 
 
 def become_sharded(model: nn.Module) -> None:
@@ -71,10 +70,7 @@ def _within(method: Callable[..., Any], *, is_call: bool) -> Callable[..., Any]:
     @not_captured
     @functools.wraps(method)
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return method(module, *args, **kwargs)
-        with module._fsdp_running(is_call=is_call):
-            return method(module, *args, **kwargs)
+        return module._fsdp_running.run(method, (module, *args), kwargs, is_call=is_call)
 
     return run
 
@@ -82,13 +78,11 @@ def _within(method: Callable[..., Any], *, is_call: bool) -> Callable[..., Any]:
 class ShardedModule:
     """Mixed into the class of a sharded root module: during its call, parameters read as full tensors."""
 
+    _fsdp_sharding: Sharding
+
     @not_captured
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sharding = sharding_of(self)  # type: ignore[arg-type]
-        if sharding.running.depth and not torch.compiler.is_compiling() and not in_backward():
-            sharding.prepare()  # a step within a registered method
-        with sharding.running():
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return self._fsdp_sharding.running.run(super().__call__, args, kwargs, is_step=True)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)  # type: ignore[misc]

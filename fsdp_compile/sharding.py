@@ -75,6 +75,7 @@ class Sharding:
         for shard in self.shards:
             shard.check_views()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def prepare(self) -> None:
         """Before a forward: parameters are views of their shards, and it is known where their gradients will go."""
         self.refuse_if_summoned("the model")

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..layout import Layout
 from .collectives import reduce_packed
+from .modules import not_captured
 from .views import local_view
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def hand_over_gradients(shard: FlatShard) -> None:
         shard.data.register_post_accumulate_grad_hook(hook)
 
 
+@not_captured
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread (private, as of torch 2.11 to 2.13)."""
     return torch._C._current_graph_task_id() != -1

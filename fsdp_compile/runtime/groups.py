@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from ..errors import ConfigError
 from ..layout import NO_AXIS, Axes, Axis
 from ..passes.ops import Part
+from .gloo import serial_group
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -122,8 +124,8 @@ def part_of(mesh: DeviceMesh, size: int) -> Part:
     ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
     index = mesh.get_local_rank(mesh.ndim - 1)
     begin = index - index % size
-    group = dist.new_group(ranks[begin : begin + size], use_local_synchronization=True)
-    return Part(size, str(group.group_name), index - begin)
+    group = _group_of(ranks[begin : begin + size])
+    return Part(size, _name(group, mesh), index - begin)
 
 
 def _mesh_device_type(device: torch.device) -> str:
@@ -152,10 +154,31 @@ def mesh_over(ranks: list[Any], device_type: str, dim_names: tuple[str, ...] | N
     groups = []
     for dim in range(mesh.ndim):  # each group is made by its own ranks: others may load something else
         row = mesh[(*coordinate[:dim], slice(None), *coordinate[dim + 1 :])]
-        groups.append(dist.new_group(row.tolist(), use_local_synchronization=True))
+        groups.append(_group_of(row.tolist()))
     if mesh.ndim == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=dim_names)
     return DeviceMesh.from_group(groups, device_type, mesh=mesh, mesh_dim_names=dim_names)
+
+
+def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+    """The group of these ranks; they alone call this, all of them at the same time.
+
+    `dist.new_group` does that too, but names the group by how many groups a rank knows, and ranks that know different
+    numbers of them wait for each other for ever. Private, as of torch 2.11 to 2.13: what that is made of.
+    """
+    name: Any = "fsdp_compile/" + "_".join(map(str, ranks))
+    world: Any = distributed_c10d._world
+    for group, known in world.pg_names.items():
+        if known == name:
+            return group  # type: ignore[no-any-return]
+    backend, store = world.pg_map[dist.group.WORLD]
+    timeout = distributed_c10d._get_default_timeout(backend)
+    rank_in_group = {rank: index for index, rank in enumerate(ranks)}
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks), rank_in_group[dist.get_rank()], ranks, backend, store, name, timeout=timeout
+    )
+    world.pg_group_ranks[group] = rank_in_group
+    return group  # type: ignore[no-any-return]
 
 
 def axes_of(mesh: DeviceMesh, strategy: ShardingStrategy, *, has_scalars: bool) -> Axes:
@@ -174,7 +197,12 @@ def _whole_mesh(mesh: DeviceMesh) -> Axis:
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> Axis:
-    return Axis(mesh.size(dim), str(mesh.get_group(dim).group_name))
+    return Axis(mesh.size(dim), _name(mesh.get_group(dim), mesh))
+
+
+def _name(group: dist.ProcessGroup, mesh: DeviceMesh) -> str:
+    """The name under which graphs find a group."""
+    return str(serial_group(group, mesh.device_type).group_name)
 
 
 def num_shards_of(mesh: DeviceMesh | None) -> int:

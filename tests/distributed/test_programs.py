@@ -301,6 +301,21 @@ def test_models_of_one_class_do_not_share_what_was_compiled_for_one(world_size):
 
 @pytest.mark.parametrize("is_part", [False, True])
 @on_ranks(2)
+def test_torch_compile_captures_the_whole_of_a_model_or_of_its_part(world_size, is_part):
+    expected, model = made(OddMlp), shard(made(OddMlp))
+    backend = backend_for(sharding_of(model), CompileConfig("aot_eager"))
+    torch._dynamo.reset()  # what failed to be captured before would not be tried again
+    compiled = torch.compile(model.layers if is_part else model, backend=backend, fullgraph=True)
+    if is_part:
+        rows, _ = batch_of_rank(expected, 0)
+        assert_close(compiled(rows), expected.layers(rows))
+    else:
+        assert_trains_as(compiled, expected, range(2))
+    assert len(model.graphs) == 1
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+@on_ranks(2)
 def test_other_compilers_are_refused_where_gradients_would_be_lost(world_size, is_part):
     expected, model = made(OddMlp), shard(made(OddMlp))
     (model.layers if is_part else model).compile(backend="aot_eager")
