@@ -3,6 +3,7 @@
     python examples/llama.py                            # 8 billion parameters, none of them in memory
     python examples/llama.py --config small
     python examples/llama.py --world-size 512
+    python -m fsdp_compile plan examples/llama.py:llama3_8b --gpus 8 64 --seq 8192
 
 No process group and no GPU: what is printed is the schedule that each of the ranks would run.
 """
@@ -126,6 +127,12 @@ def llama3_8b(dtype: torch.dtype = torch.bfloat16) -> Llama:
     return on_meta(LLAMA3_8B, dtype)
 
 
+def inputs(batch: int, seq: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets on the meta device."""
+    tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
+    return tokens, tokens
+
+
 def on_meta(config: LlamaConfig, dtype: torch.dtype) -> Llama:
     with torch.device("meta"):
         return Llama(config).to(dtype)
@@ -140,9 +147,8 @@ def main() -> None:
     options = parser.parse_args()
 
     model = llama3_8b() if options.config == "8b" else on_meta(SMALL, torch.bfloat16)
-    tokens = torch.zeros(options.batch, options.seq, dtype=torch.int64, device="meta")
     begin = time.perf_counter()
-    graphs = rewrite(model, tokens, tokens, world_size=options.world_size)
+    graphs = rewrite(model, *inputs(options.batch, options.seq), world_size=options.world_size)
     seconds = time.perf_counter() - begin
 
     print(graphs.schedule())

@@ -8,6 +8,7 @@ how a module calls its compiled form.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.fx
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -83,7 +85,7 @@ class Capture:
         def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             if kwargs.get("is_inference"):
                 self.on_graphs(RewrittenGraphs.of(self.pipeline.rewrite_inference(graph)))
-            compiled = compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph)
+            compiled = compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph, inputs)
             return self._noting(compiled, graph, partitioner.gradients) if kwargs.get("is_backward") else compiled
 
         patches = {"custom_partitioner_fn": partitioner, **self.options}
@@ -190,14 +192,9 @@ def bucket_gradients(backward: torch.fx.Graph) -> list[BucketGradient]:
     return found
 
 
-def _as_it_is(graph: torch.fx.GraphModule) -> Callable[..., Any]:
-    def run(arguments: list[Any]) -> Any:
-        inputs = tuple(arguments)
-        arguments.clear()
-        return graph(*inputs)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The graph without code generation; like compiled code, it lets go of every input after its last use."""
+    return boxed_nop(torch.fx.GraphModule(graph, copy.deepcopy(graph.graph)), list(inputs))
 
 
 class _Captured(Exception):

@@ -1,0 +1,184 @@
+"""The command line: `python -m fsdp_compile plan` and `python -m fsdp_compile calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.fsdp import ShardingStrategy
+
+from .api import rewrite
+from .costs.calibrate import calibrate
+from .costs.hardware import HARDWARE, Hardware, find_hardware
+from .costs.predict import OPTIMIZERS, Prediction, predict
+from .errors import CaptureError, ConfigError
+
+_GIB = 2**30
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ConfigError, CaptureError) as e:
+        sys.exit(f"error: {e}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fsdp_compile", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    plan = commands.add_parser(
+        "plan",
+        help="predict time and memory of a training step, without the hardware",
+        description="Trace a model on the meta device, rewrite its training step for every combination of the options, "
+        "and predict what a step takes of a rank. Options with a + take several values.",
+    )
+    plan.add_argument("model", metavar="FILE:FUNCTION", help="a function without arguments that returns the model")
+    plan.add_argument(
+        "--inputs",
+        default="inputs",
+        metavar="FUNCTION",
+        help="of the same file: (batch, seq) to the arguments of the model (default: inputs)",
+    )
+    plan.add_argument("--gpus", type=int, nargs="+", default=[8], metavar="N", help="+ ranks (default: 8)")
+    plan.add_argument("--batch", type=int, nargs="+", default=[1], metavar="N", help="+ rows of a rank (default: 1)")
+    plan.add_argument("--seq", type=int, default=2048, metavar="N", help="tokens of a row (default: 2048)")
+    plan.add_argument(
+        "--strategy",
+        nargs="+",
+        default=["FULL_SHARD"],
+        choices=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"],
+        help="+ hybrid shards over the ranks of a node (default: FULL_SHARD)",
+    )
+    plan.add_argument("--lowering", default="grouped", choices=["grouped", "packed"], help="(default: grouped)")
+    plan.add_argument("--optimizer", default="adam", choices=list(OPTIMIZERS), help="(default: adam)")
+    plan.add_argument(
+        "--hardware", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}, or a profile of `calibrate`"
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.set_defaults(run=_plan)
+    measure = commands.add_parser(
+        "calibrate",
+        help="measure the machine, or under torchrun the cluster, into a profile for `plan`",
+        description="Measures matmuls, memory, and under torchrun messages of several sizes; takes a few seconds.",
+    )
+    measure.add_argument("--out", default="hardware.json", metavar="FILE", help="(default: hardware.json)")
+    measure.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    measure.set_defaults(run=_calibrate)
+    return parser
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    device = torch.device(options.device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    hardware = calibrate(device, name=Path(options.out).stem)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        Path(options.out).write_text(hardware.to_json() + "\n")
+        print(hardware.to_json())
+        print(f"written to {options.out}, digest {hardware.digest}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _plan(options: argparse.Namespace) -> None:
+    make_model, make_inputs = _load(options.model, options.inputs)
+    hardware = find_hardware(options.hardware)
+    rows = []
+    for gpus, batch, strategy in itertools.product(options.gpus, options.batch, options.strategy):
+        with torch.device("meta"):
+            model, inputs = make_model(), make_inputs(batch, options.seq)
+        graphs = rewrite(
+            model,
+            *inputs,
+            world_size=_world_size(gpus, strategy, hardware),
+            sharding_strategy=ShardingStrategy[strategy],
+            collective_lowering=options.lowering,
+        )
+        prediction = predict(graphs, hardware, optimizer=options.optimizer)
+        rows.append(_row(prediction, gpus, batch, options.seq, strategy))
+    if options.json:
+        print(json.dumps({"hardware": hardware.name, "digest": hardware.digest, "plans": rows}, indent=2))
+    else:
+        Console().print(_table(rows, hardware))
+
+
+def _load(target: str, inputs: str) -> tuple[Callable[[], Any], Callable[[int, int], Any]]:
+    path, _, name = target.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise ConfigError(f"{target!r} is no FILE:FUNCTION: there is no file {path!r}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(Path(path).parent))
+    spec.loader.exec_module(module)
+    for wanted in (name, inputs):
+        if not callable(getattr(module, wanted, None)):
+            raise ConfigError(f"{path} has no function {wanted!r}")
+    return getattr(module, name), getattr(module, inputs)
+
+
+def _world_size(gpus: int, strategy: str, hardware: Hardware) -> int | tuple[int, int]:
+    if strategy != "HYBRID_SHARD":
+        return gpus
+    if gpus % hardware.ranks_per_node:
+        raise ConfigError(f"HYBRID_SHARD needs whole nodes: {gpus} is no multiple of {hardware.ranks_per_node} ranks")
+    return gpus // hardware.ranks_per_node, hardware.ranks_per_node
+
+
+def _row(prediction: Prediction, gpus: int, batch: int, seq: int, strategy: str) -> dict[str, Any]:
+    peak = prediction.memory.peak
+    return {
+        "gpus": gpus,
+        "batch": batch,
+        "seq": seq,
+        "strategy": strategy,
+        "seconds": prediction.seconds,
+        "tokens_per_second_per_gpu": batch * seq / prediction.seconds,
+        "model_flops_utilisation": prediction.utilisation,
+        "exposed_seconds": prediction.exposed,
+        "lower_bound_seconds": prediction.lower_bound,
+        "binds": prediction.binds,
+        "peak_bytes": peak.total,
+        "peak_bytes_by_category": dict(peak.held),
+        "fits": peak.total <= prediction.hardware.memory,
+    }
+
+
+def _table(rows: list[dict[str, Any]], hardware: Hardware) -> Table:
+    table = Table(title=f"A step on {hardware.name} ({hardware.memory / _GIB:.0f} GiB a GPU)")
+    for heading in ("GPUs", "batch", "strategy", "ms", "tokens/s/GPU", "MFU", "exposed ms", "bound ms", "binds", "GiB"):
+        table.add_column(heading, justify="left" if heading in ("strategy", "binds") else "right")
+    for row in rows:
+        gib = f"{row['peak_bytes'] / _GIB:.1f}"
+        table.add_row(
+            str(row["gpus"]),
+            str(row["batch"]),
+            row["strategy"],
+            f"{row['seconds'] * 1e3:.1f}",
+            f"{row['tokens_per_second_per_gpu']:.0f}",
+            f"{row['model_flops_utilisation']:.1%}",
+            f"{row['exposed_seconds'] * 1e3:.1f}",
+            f"{row['lower_bound_seconds'] * 1e3:.1f}",
+            row["binds"],
+            gib if row["fits"] else f"[bold red]{gib} (too much)[/]",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

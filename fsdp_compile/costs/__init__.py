@@ -1,0 +1,1 @@
+"""Costs: what a rewritten graph takes of a described machine, in seconds and in bytes."""

@@ -1,0 +1,201 @@
+"""Calibration: the profile of the machines that the ranks run on, measured in a few seconds.
+
+Every rank takes part, and every rank gets rank 0's profile. Compute is measured while all ranks compute, as in a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .hardware import Hardware, Link
+
+_SIZES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes of messages
+_REPEATS = 7
+_NEVER = 1e15  # bytes/s of a link that there is none of
+
+
+def calibrate(device: torch.device, name: str = "measured") -> Hardware:
+    """The profile of this machine, or of the cluster if a process group is initialised; every rank calls it.
+
+    Raises:
+        ConfigError: the device has not enough memory for the measurement.
+    """
+    hardware = _compute(device, name)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        hardware = _communication(device, hardware)
+        profiles = [hardware]
+        dist.broadcast_object_list(profiles, device=device)
+        hardware = profiles[0]
+    return hardware
+
+
+def _compute(device: torch.device, name: str) -> Hardware:
+    flops = {str(dtype).removeprefix("torch."): _matmul_flops(dtype, device) for dtype in _dtypes(device)}
+    numel = 1 << 24
+    source, target = (torch.ones(numel, device=device) for _ in range(2))
+    copy = _seconds(lambda: target.copy_(source), device)
+    small = torch.ones(1, device=device)
+    host = torch.ones(numel)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    nothing = Link(_NEVER, 0.0)
+    return Hardware(
+        name=name,
+        flops=flops,
+        efficiency=1.0,  # the figures are of matmuls, not of data sheets
+        memory_bandwidth=2 * source.nbytes / copy,
+        memory=_memory(device) // (ranks if device.type == "cpu" else 1),
+        ranks_per_node=ranks,
+        within_node=nothing,
+        between_nodes=nothing,
+        host_bandwidth=host.nbytes / _seconds(lambda: target.copy_(host), device) if device.type != "cpu" else _NEVER,
+        collective_start=0.0,
+        kernel_start=_seconds(lambda: small.add_(1), device),
+        contention=1.0,
+    )
+
+
+def _dtypes(device: torch.device) -> list[torch.dtype]:
+    return [torch.float32] if device.type == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: a @ b, device)
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """Seconds of a message: `start`, and `each` for every byte of the full tensor."""
+
+    start: float
+    each: float
+
+    @classmethod
+    def through(cls, sizes: Sequence[int], seconds: Sequence[float]) -> _Line:
+        """Fitted to the relative errors of all points, so that small messages count as much as large ones."""
+        weights = [1 / value**2 for value in seconds]
+        total = sum(weights)
+        mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True)) / total
+        mean_time = sum(w * value for w, value in zip(weights, seconds, strict=True)) / total
+        spread = sum(w * (size - mean_size) ** 2 for w, size in zip(weights, sizes, strict=True))
+        both = sum(
+            w * (size - mean_size) * (value - mean_time) for w, size, value in zip(weights, sizes, seconds, strict=True)
+        )
+        each = max(both / spread, 1 / _NEVER)
+        return cls(max(0.0, mean_time - each * mean_size), each)
+
+
+def _communication(device: torch.device, hardware: Hardware) -> Hardware:
+    world = dist.group.WORLD
+    assert world is not None
+    gather, reduce = _line(_gather, world, device), _line(_reduce, world, device)
+    within, hop = gather, 0.0
+    num_nodes = world.size() // hardware.ranks_per_node
+    bandwidth = _bandwidth(gather, world.size())
+    between = _NEVER
+    if num_nodes > 1:
+        local, _ = dist.new_subgroups(hardware.ranks_per_node)
+        within = _line(_gather, local, device) if hardware.ranks_per_node > 1 else _Line(gather.start, 1 / _NEVER)
+        hop = max(0.0, gather.start - within.start) / (num_nodes - 1)
+        between = bandwidth / hardware.ranks_per_node
+        bandwidth = _bandwidth(within, hardware.ranks_per_node) if hardware.ranks_per_node > 1 else _NEVER
+    return dataclasses.replace(
+        hardware,
+        within_node=Link(bandwidth, 0.0),
+        between_nodes=Link(between, hop),
+        collective_start=within.start,
+        contention=_contention(device),
+        reduce_scatter_factor=reduce.each / gather.each,
+        reduction_workspace=1.0 if "gloo" in dist.get_backend(world) else 0.0,  # gloo reduces a copy of its input
+    )
+
+
+def _bandwidth(line: _Line, size: int) -> float:
+    return (size - 1) / size / line.each
+
+
+def _line(send: Callable[..., Callable[[], object]], group: dist.ProcessGroup, device: torch.device) -> _Line:
+    seconds = []
+    for size in _SIZES:
+        call = send(size, group, device)
+        dist.barrier(group)
+        seconds.append(_seconds(call, device))
+    return _Line.through(_SIZES, seconds)
+
+
+def _gather(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+    full = torch.ones(num_bytes // 4 // group.size() * group.size(), device=device)
+    shard = torch.ones(full.numel() // group.size(), device=device)
+    return lambda: dist.all_gather_into_tensor(full, shard, group=group)
+
+
+def _reduce(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+    full = torch.ones(num_bytes // 4 // group.size() * group.size(), device=device)
+    shard = torch.ones(full.numel() // group.size(), device=device)
+    return lambda: dist.reduce_scatter_tensor(shard, full, group=group)
+
+
+def _contention(device: torch.device) -> float:
+    """How many times longer matmuls take while a gather runs."""
+    size = 256 if device.type == "cpu" else 4096
+    a, b = (torch.ones(size, size, device=device) for _ in range(2))
+    alone = _seconds(lambda: a @ b, device)
+    world = dist.get_world_size()
+    full, shard = torch.ones(world << 23, device=device), torch.ones(1 << 23, device=device)
+    ratios = []
+    for _ in range(_REPEATS):
+        dist.barrier()
+        work = dist.all_gather_into_tensor(full, shard, async_op=True)
+        begin, count = time.perf_counter(), 0
+        while not work.is_completed():
+            a @ b
+            _synchronize_compute(device)
+            count += 1
+        ratios.append((time.perf_counter() - begin) / max(count, 1) / alone)
+        work.wait()
+    return max(1.0, statistics.median(ratios))
+
+
+def _synchronize_compute(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The median of a few calls, after one that does not count; short calls are timed in batches."""
+    call()
+    begin = time.perf_counter()
+    call()
+    _synchronize(device)
+    count = max(1, min(100, int(2e-3 / max(time.perf_counter() - begin, 1e-7))))
+    if dist.is_initialized():
+        counts = [count]
+        dist.broadcast_object_list(counts, device=device)  # collectives need the same number of calls everywhere
+        count = counts[0]
+    found = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        _synchronize(device)
+        found.append((time.perf_counter() - begin) / count)
+    return statistics.median(found)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

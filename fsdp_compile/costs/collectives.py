@@ -1,0 +1,79 @@
+"""Collectives: the seconds of one message among the ranks of a mesh axis, by the alpha-beta model of a ring.
+
+For N ranks on n nodes, and M bytes in full (the output of an all-gather, the input of a reduce-scatter):
+
+    all-gather       start + (N - n) hop_within + (n - 1) hop_between + M (N - 1) / N / bandwidth
+    reduce-scatter   the same; with M times the factor of the hardware, where that reduces by other means
+    all-reduce       a reduce-scatter and an all-gather, started once
+
+The bandwidth is that of the slower level: the ranks of a node share their node's network cards, so a ring that passes
+through g ranks of a node has the cards of g ranks. (The ring and its terms: NCCL; Thakur et al., 2005.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .hardware import Hardware
+
+_ALIGNMENT = 16  # bytes of a rank's part; NVIDIA/nccl#413 reports a tenth of the bandwidth for others
+_UNALIGNED = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The ranks of a mesh axis: how many, and how many of them share a node."""
+
+    size: int
+    ranks_per_node: int
+
+    @classmethod
+    def of_axis(cls, size: int, stride: int, hardware: Hardware) -> Ring:
+        """The ring of an axis whose neighbouring ranks are `stride` apart, where ranks are numbered node by node."""
+        return cls(size, max(1, min(size, hardware.ranks_per_node // stride)))
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.size // self.ranks_per_node)
+
+
+def all_gather(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
+    """Seconds until `num_bytes` are gathered on every rank."""
+    return _start(ring, hardware) + _transfer(num_bytes, ring, hardware) if ring.size > 1 else 0.0
+
+
+def reduce_scatter(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
+    """Seconds until `num_bytes` of every rank are reduced, and each rank has its part."""
+    if ring.size == 1:
+        return 0.0
+    return _start(ring, hardware) + _transfer(num_bytes, ring, hardware) * hardware.reduce_scatter_factor
+
+
+def all_reduce(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
+    """Seconds until `num_bytes` of every rank are reduced on every rank."""
+    if ring.size == 1:
+        return 0.0
+    hops = _start(ring, hardware) - hardware.collective_start
+    return hardware.collective_start + 2 * (hops + _transfer(num_bytes, ring, hardware))
+
+
+def _start(ring: Ring, hardware: Hardware) -> float:
+    """Seconds before the last rank has the first byte of the first."""
+    within = (ring.size - ring.num_nodes) * hardware.within_node.hop
+    between = (ring.num_nodes - 1) * hardware.between_nodes.hop
+    return hardware.collective_start + within + between
+
+
+def _transfer(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
+    """Seconds that the bytes take, of a collective that moves each of them once."""
+    bandwidth = _bandwidth(ring, hardware)
+    if num_bytes / ring.size % _ALIGNMENT:
+        bandwidth /= _UNALIGNED
+    return num_bytes * (ring.size - 1) / ring.size / bandwidth
+
+
+def _bandwidth(ring: Ring, hardware: Hardware) -> float:
+    between = ring.ranks_per_node * hardware.between_nodes.bandwidth
+    if ring.num_nodes == 1:
+        return hardware.within_node.bandwidth
+    return min(hardware.within_node.bandwidth, between) if ring.ranks_per_node > 1 else between

@@ -1,0 +1,182 @@
+"""Hardware: the machines that plans are made for, as values; some are described here, others are measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+
+_TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """One level of the network.
+
+    Attributes:
+        bandwidth: bytes/s that a rank sends and, at the same time, receives.
+        hop: seconds that a step of a ring takes besides.
+    """
+
+    bandwidth: float
+    hop: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """A cluster of equal nodes, with as much of it as predictions need.
+
+    Attributes:
+        flops: dense peak, in FLOP/s (a multiply-add is two), by dtype ("bfloat16").
+        efficiency: the fraction of the peak that large matmuls reach.
+        memory_bandwidth: bytes/s between a device and its memory.
+        memory: bytes of a device.
+        between_nodes: a rank's own share of its node's network.
+        host_bandwidth: bytes/s between a device and the CPU's memory.
+        collective_start: seconds before a collective's first byte moves.
+        kernel_start: seconds of a kernel that does nothing.
+        contention: how many times longer compute takes while a collective runs.
+        reduce_scatter_factor: how many times the bytes of an all-gather a reduce-scatter of the same size moves.
+        reduction_workspace: bytes that a reduce-scatter takes for itself, for each byte that it reduces.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    efficiency: float
+    memory_bandwidth: float
+    memory: int
+    ranks_per_node: int
+    within_node: Link
+    between_nodes: Link
+    host_bandwidth: float
+    collective_start: float
+    kernel_start: float
+    contention: float
+    reduce_scatter_factor: float = 1.0
+    reduction_workspace: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"hardware {self.name}: {field.name} is a number >= 0, not {value}")
+        if not 0 < self.efficiency <= 1:
+            raise ConfigError(f"hardware {self.name}: efficiency is a fraction of the peak, not {self.efficiency}")
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """FLOP/s that large matmuls of this dtype reach; those of float32 for a dtype without a figure."""
+        name = str(dtype).removeprefix("torch.")
+        return self.efficiency * self.flops.get(name, self.flops["float32"])
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """Raises ConfigError for text that does not describe hardware, naming what is missing or unknown."""
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise ConfigError(f"no hardware profile: {e}") from None
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        missing = {name for name, field in known.items() if field.default is dataclasses.MISSING} - set(fields)
+        if missing or set(fields) - set(known):
+            raise ConfigError(
+                f"no hardware profile: missing {sorted(missing)}, unknown {sorted(set(fields) - set(known))}"
+            )
+        links = {name: Link(**fields[name]) for name in ("within_node", "between_nodes")}
+        return cls(**{**fields, **links})
+
+    @property
+    def digest(self) -> str:
+        """The same for the same description, in every process."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+def find_hardware(name: str) -> Hardware:
+    """One of `HARDWARE` by its name, or the profile in a file of that name.
+
+    Raises:
+        ConfigError: there is neither, or the file holds no profile.
+    """
+    if name in HARDWARE:
+        return HARDWARE[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"hardware {name!r} is neither a file nor one of {', '.join(HARDWARE)}")
+    return Hardware.from_json(path.read_text())
+
+
+def _nvidia(
+    name: str,
+    *,
+    bf16: float,
+    tf32: float,
+    memory_bandwidth: float,
+    memory: float,
+    nvlink: Link,
+    network: Link,
+    host: float,
+    fp8: float | None = None,
+) -> Hardware:
+    flops: dict[str, Any] = {"bfloat16": bf16 * _TERA, "float16": bf16 * _TERA, "float32": tf32 * _TERA}
+    if fp8 is not None:
+        flops |= {"float8_e4m3fn": fp8 * _TERA, "float8_e5m2": fp8 * _TERA}
+    return Hardware(
+        name=name,
+        flops=flops,
+        efficiency=0.7,
+        memory_bandwidth=memory_bandwidth * _GIGA,
+        memory=int(memory * _GIGA),
+        ranks_per_node=8,
+        within_node=nvlink,
+        between_nodes=network,
+        host_bandwidth=host * _GIGA,
+        collective_start=8.4 * _MICRO,  # NCCL's base latency of a ring with the SIMPLE protocol
+        kernel_start=3 * _MICRO,
+        contention=1.189,  # arXiv 2507.03114: collectives slow overlapped compute by 18.9 % on average
+    )
+
+
+# Dense peaks and memory from NVIDIA's data sheets (float32: TF32). Bus bandwidths and latencies of NVLink and network
+# from the tuning constants of NCCL for rings with the SIMPLE protocol, one network card for each GPU of a node.
+_NVLINK_HOP, _NETWORK_HOP = 3.4 * _MICRO, 14 * _MICRO
+_A100_LINKS: dict[str, Any] = {
+    "nvlink": Link(240 * _GIGA, _NVLINK_HOP),
+    "network": Link(25 * _GIGA, _NETWORK_HOP),
+    "host": 25.0,
+}
+_H100_LINKS: dict[str, Any] = {
+    "nvlink": Link(370 * _GIGA, _NVLINK_HOP),
+    "network": Link(50 * _GIGA, _NETWORK_HOP),
+    "host": 55.0,
+}
+
+HARDWARE: dict[str, Hardware] = {
+    hardware.name: hardware
+    for hardware in (
+        _nvidia("a100-40", bf16=312, tf32=156, memory_bandwidth=1555, memory=40, **_A100_LINKS),
+        _nvidia("a100-80", bf16=312, tf32=156, memory_bandwidth=2039, memory=80, **_A100_LINKS),
+        _nvidia("h100", bf16=989, tf32=494, fp8=1979, memory_bandwidth=3350, memory=80, **_H100_LINKS),
+        _nvidia("h200", bf16=989, tf32=494, fp8=1979, memory_bandwidth=4800, memory=141, **_H100_LINKS),
+        _nvidia(
+            "b200",
+            bf16=2250,
+            tf32=1125,
+            fp8=4500,
+            memory_bandwidth=8000,
+            memory=180,
+            nvlink=Link(740 * _GIGA, _NVLINK_HOP),
+            network=Link(50 * _GIGA, _NETWORK_HOP),
+            host=55.0,
+        ),
+    )
+}

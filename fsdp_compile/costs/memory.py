@@ -1,0 +1,186 @@
+"""Memory: what a rank holds while it runs the scheduled graphs, node by node, by what it holds it for.
+
+A tensor lives from the node that computes it to the last node that reads it or a view of it. What a collective reads
+lives until that is waited for. Of values that a compiler computes inside a kernel only those are in memory that are
+read outside of it. What the forward saves lives on until the backward has read it.
+
+Not in the graphs, and therefore not counted: what kernels take and give back inside (workspaces), what an allocator
+rounds up or cannot use, what is made of the model's outputs outside of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch.fx
+
+from ..graphs import RewrittenGraphs
+from ..passes import analysis, ops
+from ..passes.insert_free import full_buffers
+from .nodes import is_item, kernels_of, num_bytes
+
+CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "reductions", "activations", "temporaries", "inputs")
+"""Shards, states of the optimizer, gradients of shards; full parameters, gradients that are being reduced; what the
+forward saves for the backward, what is neither; the inputs and buffers of the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What is in memory while a node runs: bytes by category."""
+
+    side: str
+    node: torch.fx.Node
+    held: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a step holds, moment by moment."""
+
+    moments: Sequence[Moment]
+
+    @property
+    def peak(self) -> Moment:
+        """The first moment at which most is held."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Life:
+    """Bytes that are held from one position in a graph to another, both included."""
+
+    begin: int
+    end: int
+    num_bytes: int
+    category: str
+
+
+def memory_of(
+    graphs: RewrittenGraphs, *, is_fused: bool, optimizer_bytes: int = 0, reduction_workspace: float = 0.0
+) -> Memory:
+    """What a rank holds during forward and backward.
+
+    Args:
+        is_fused: whether a compiler fuses light operators.
+        optimizer_bytes: of the states of the optimizer; Adam in float32 has 8 for each element of a shard.
+        reduction_workspace: bytes that a reduce-scatter takes for itself, for each byte that it reduces.
+    """
+    forward = graphs.forward.graph
+    resident = {"optimizer": optimizer_bytes, "shards": 0, "inputs": 0}
+    for node in analysis.inputs(forward):
+        resident["shards" if _is_shard(node) else "inputs"] += num_bytes(node.meta["val"])
+    received = {} if graphs.backward is None else _received(forward, graphs.backward.graph)
+    life_of_tensor = _lives(forward, is_fused=is_fused, saved=received.keys())
+    moments = _moments("forward", forward, life_of_tensor.values(), resident)
+    if graphs.backward is not None:
+        backward = graphs.backward.graph
+        end = {sent: _last_read(node, backward) for sent, node in received.items()}
+        carried = [
+            dataclasses.replace(life, begin=0, end=max(end[alias] for alias in saved))
+            for tensor, life in life_of_tensor.items()
+            if (saved := received.keys() & set(analysis.aliases(tensor)))
+        ]
+        lives = [*carried, *_lives(backward, is_fused=is_fused, saved=()).values()]
+        lives += _workspaces(backward, reduction_workspace)
+        moments += _moments("backward", backward, lives, resident)
+    return Memory(moments)
+
+
+def _received(forward: torch.fx.Graph, backward: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
+    """The values that the forward saves, and the inputs of the backward that receive them."""
+    received = [node for node in analysis.inputs(backward) if "tangents" not in str(node.target)]
+    sent = analysis.outputs(forward)
+    return dict(zip(sent[len(sent) - len(received) :], received, strict=True))
+
+
+def _last_read(node: torch.fx.Node, graph: torch.fx.Graph) -> int:
+    position = analysis.positions(graph)
+    return position[analysis.last_use(node, position)]
+
+
+def _is_shard(node: torch.fx.Node) -> bool:
+    """Whether an input of the forward is a shard: it is gathered, or its parameters are viewed."""
+    return any(
+        ops.is_all_gather(user) or ops.is_parameter_out(user) or (ops.is_conversion(user) and _is_shard(user))
+        for user in node.users
+    )
+
+
+def _lives(graph: torch.fx.Graph, *, is_fused: bool, saved: Collection[torch.fx.Node]) -> dict[torch.fx.Node, _Life]:
+    """The lives of all tensors that the graph brings into memory."""
+    time = analysis.positions(graph)
+    not_written: set[torch.fx.Node] = set()
+    for kernel in kernels_of(graph, is_fused=is_fused):
+        time |= dict.fromkeys(kernel.nodes, time[kernel.nodes[-1]])  # a kernel reads and writes at one time
+        not_written |= set(kernel.nodes) - set(kernel.written)
+    category_of = _categories(graph, saved)
+    lives = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or analysis.is_alias(node) or is_item(node) or node in not_written:
+            continue
+        for tensor in [user for user in node.users if is_item(user)] or [node]:
+            if size := num_bytes(tensor.meta.get("val")):
+                ends = [_end(reader, time) for reader in analysis.uses(tensor) if not ops.is_call(reader, ops.FREE)]
+                lives[tensor] = _Life(time[node], max(ends), size, category_of(tensor))
+    return lives
+
+
+def _workspaces(graph: torch.fx.Graph, reduction_workspace: float) -> list[_Life]:
+    """The lives of what reduce-scatters take for themselves."""
+    time = analysis.positions(graph)
+    return [
+        _Life(time[node], _end(node, time), int(reduction_workspace * _reduced_bytes(node)), "reductions")
+        for node in graph.nodes
+        if ops.is_call(node, ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED)
+    ]
+
+
+def _reduced_bytes(node: torch.fx.Node) -> int:
+    return num_bytes(node.meta["val"]) * int(ops.argument(node, "world_size"))
+
+
+def _end(reader: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> int:
+    """When `reader` is done with what it reads: a collective, when it has been waited for."""
+    waits = [user for user in reader.users if ops.is_call(user, ops.WAIT)] if ops.is_collective(reader) else []
+    return max(time[node] for node in (reader, *waits))
+
+
+def _categories(graph: torch.fx.Graph, saved: Collection[torch.fx.Node]) -> Callable[[torch.fx.Node], str]:
+    """What a tensor of the graph is held for."""
+    returned = set(analysis.outputs(graph))
+    full = set(full_buffers(graph))
+
+    def category(node: torch.fx.Node) -> str:
+        aliases = analysis.aliases(node)
+        if ops.is_all_gather(node) or ops.is_call(node, ops.PART) or _is_sent(node) or not full.isdisjoint(aliases):
+            return "gathered"
+        if ops.is_call(node, ops.PACK) or ops.is_reduction(node) or ops.is_conversion(node):
+            return "reductions" if returned.isdisjoint(aliases) else "gradients"
+        return "temporaries" if saved_nodes.isdisjoint(aliases) else "activations"
+
+    saved_nodes = set(saved)
+    return category
+
+
+def _is_sent(node: torch.fx.Node) -> bool:
+    """Whether this is a shard in another form, on its way into a gather."""
+    return ops.is_conversion(node) and any(ops.is_all_gather(user) or _is_sent(user) for user in node.users)
+
+
+def _moments(side: str, graph: torch.fx.Graph, lives: Iterable[_Life], resident: Mapping[str, int]) -> list[Moment]:
+    nodes = list(graph.nodes)
+    change = [dict.fromkeys(CATEGORIES, 0) for _ in range(len(nodes) + 1)]
+    for life in lives:
+        change[life.begin][life.category] += life.num_bytes
+        change[life.end + 1][life.category] -= life.num_bytes
+    held = {category: resident.get(category, 0) for category in CATEGORIES}
+    moments = []
+    for node, changed in zip(nodes, change, strict=False):
+        held = {category: held[category] + changed[category] for category in CATEGORIES}
+        moments.append(Moment(side, node, held))
+    return moments

@@ -1,0 +1,144 @@
+"""Nodes: the seconds that each node of a scheduled graph takes, and which of them run as one kernel.
+
+A kernel takes the longer of its arithmetic and its traffic with memory (the roofline), and the time of an empty kernel:
+
+    seconds = kernel_start + max(flops / flops_of(dtype), bytes / memory_bandwidth)
+
+FLOPs are those of torch.utils.flop_counter, where a multiply-add is two; operators that it does not know do one for
+each element that they return. A compiler fuses light operators between heavy ones: together they read what comes from
+outside and write what is read outside. Without a compiler each operator is a kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils.flop_counter import flop_registry
+
+from ..passes import analysis, ops
+from .hardware import Hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What runs at once.
+
+    Attributes:
+        nodes: in the order of the graph.
+        written: those of them that are read outside of the kernel, and therefore written to memory.
+        flops: a multiply-add is two.
+        dtype: what it computes in.
+        num_bytes: read from memory and written to it.
+    """
+
+    nodes: tuple[torch.fx.Node, ...]
+    written: tuple[torch.fx.Node, ...]
+    flops: float
+    dtype: torch.dtype
+    num_bytes: float
+
+    def seconds(self, hardware: Hardware) -> float:
+        arithmetic = self.flops / hardware.flops_of(self.dtype)
+        return hardware.kernel_start + max(arithmetic, self.num_bytes / hardware.memory_bandwidth)
+
+
+def kernels_of(graph: torch.fx.Graph, *, is_fused: bool) -> list[Kernel]:
+    """The kernels of a scheduled graph, in order; its collectives, waits, moves and views are none.
+
+    Args:
+        is_fused: whether a compiler fuses light operators.
+    """
+    groups: list[list[torch.fx.Node]] = []
+    can_join = False
+    for node in graph.nodes:
+        if ops.is_collective(node) or ops.is_call(node, ops.WAIT, ops.PACK):
+            can_join = False
+        if not is_kernel(node):
+            continue
+        is_light = not analysis.is_heavy(node)
+        if is_fused and is_light and can_join:
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+        can_join = is_light and not ops.is_call(node, ops.PACK)
+    return [_kernel(group) for group in groups]
+
+
+def is_kernel(node: torch.fx.Node) -> bool:
+    """Whether a node computes: it is neither an input nor a view, a collective, a wait, a copy between devices."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if ops.is_collective(node) or ops.is_call(node, ops.WAIT, ops.FREE, ops.STORE, ops.MOVE, ops.RESHARD):
+        return False
+    return bool(_tensors(node.meta.get("val"))) and not analysis.is_alias(node)
+
+
+def flops_of(node: torch.fx.Node) -> float:
+    """FLOPs of one operator, a multiply-add being two."""
+    target: Any = node.target
+    formula = flop_registry.get(getattr(target, "overloadpacket", target))
+    if formula is None:
+        return float(sum(value.numel() for value in _tensors(node.meta["val"]))) if not ops.is_dialect(node) else 0.0
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def num_bytes(value: Any) -> int:
+    """Bytes of a tensor, or of all tensors that an operator returns."""
+    return int(sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value)))
+
+
+def _kernel(nodes: Sequence[torch.fx.Node]) -> Kernel:
+    inside = set(nodes)
+    read: dict[torch.fx.Node, int] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if _base(source) not in inside:
+                read[source] = max(read.get(source, 0), _read_of(node, source))
+    written = tuple(node for node in nodes if any(user not in inside for user in _readers(node)))
+    total = sum(read.values()) + sum(num_bytes(node.meta["val"]) for node in written)
+    dtype = _tensors(max(nodes, key=flops_of).meta["val"])[0].dtype
+    return Kernel(tuple(nodes), written, sum(map(flops_of, nodes)), dtype, total)
+
+
+def _readers(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+    """Every node that reads the memory of `node`."""
+    for alias in _with_views(node):
+        for user in alias.users:
+            if not analysis.is_alias(user) and not is_item(user) and not ops.is_call(user, ops.FREE):
+                yield user
+
+
+def _with_views(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """`node`, its views, and the tensors that it returns."""
+    items = [user for user in node.users if is_item(user)]
+    return [view for value in (node, *items) for view in analysis.aliases(value)]
+
+
+def is_item(node: torch.fx.Node) -> bool:
+    """Whether this takes one tensor out of several that another node returns."""
+    return node.target is operator.getitem
+
+
+def _read_of(node: torch.fx.Node, source: torch.fx.Node) -> int:
+    """The bytes of `source` that `node` reads: a copy reads one parameter of a buffer, an embedding its rows."""
+    if ops.is_call(node, ops.COPY_OUT, torch.ops.aten.embedding.default):
+        return num_bytes(node.meta["val"])
+    return num_bytes(source.meta.get("val"))
+
+
+def _base(node: torch.fx.Node) -> torch.fx.Node:
+    """The node whose memory this one is a view of."""
+    while analysis.is_alias(node) and not ops.is_call(node, ops.WAIT):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in values if isinstance(item, torch.Tensor)]

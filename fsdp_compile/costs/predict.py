@@ -1,0 +1,151 @@
+"""Predictions: what a step of the rewritten graphs takes on described hardware, in seconds and in bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from ..graphs import RewrittenGraphs
+from ..passes import analysis, ops
+from .collectives import Ring
+from .hardware import Hardware
+from .memory import CATEGORIES, Memory, memory_of
+from .nodes import kernels_of, num_bytes
+from .timeline import COMPUTE, Timeline, simulate
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """What an optimizer keeps and moves for every byte of a shard.
+
+    Attributes:
+        states: bytes of states.
+        traffic: bytes that a step reads and writes.
+    """
+
+    states: float
+    traffic: float
+
+
+OPTIMIZERS = {"sgd": Optimizer(0, 3), "momentum": Optimizer(1, 5), "adam": Optimizer(2, 7)}
+"""SGD reads parameter and gradient and writes the parameter; a state is read and written besides. States have the dtype
+of their parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A step: forward, backward, and the optimizer.
+
+    Attributes:
+        flops: of forward and backward, what is computed twice counted twice.
+        model_flops: three times those of the forward, as model FLOPs utilisation has it.
+    """
+
+    hardware: Hardware
+    timeline: Timeline
+    memory: Memory
+    optimizer_seconds: float
+    flops: float
+    model_flops: float
+    peak_flops: float
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds + self.optimizer_seconds
+
+    @property
+    def lower_bound(self) -> float:
+        """Seconds that no schedule of these graphs can go below on this hardware."""
+        return self.timeline.lower_bound + self.optimizer_seconds
+
+    @property
+    def binds(self) -> str:
+        """What the lower bound is made of: "compute", or the process group that is busy longest."""
+        lanes = {COMPUTE: self.timeline.compute, **self.timeline.communication}
+        return max(lanes, key=lambda lane: lanes[lane])
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that compute stands still and waits for communication."""
+        return sum(self.timeline.exposed.values())
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation: `model_flops` in a step's time, as a fraction of the dense peak."""
+        return self.model_flops / self.seconds / self.peak_flops
+
+    def __str__(self) -> str:
+        held = self.memory.peak.held
+        lines = [
+            f"{self.seconds * 1e3:.2f} ms a step on {self.hardware.name} "
+            f"(compute {self.timeline.compute * 1e3:.2f}, exposed communication {self.exposed * 1e3:.2f}, "
+            f"optimizer {self.optimizer_seconds * 1e3:.2f}); "
+            f"lower bound {self.lower_bound * 1e3:.2f}, set by {self.binds}",
+            f"{self.memory.peak.total / _GIB:.3f} GiB at the peak, in the {self.memory.peak.side} at "
+            f"{self.memory.peak.node}: "
+            + ", ".join(f"{name} {held[name] / _GIB:.3f}" for name in CATEGORIES if held[name]),
+        ]
+        return "\n".join(lines)
+
+
+def predict(
+    graphs: RewrittenGraphs,
+    hardware: Hardware,
+    *,
+    optimizer: str = "adam",
+    is_fused: bool = True,
+    rings: Mapping[str, Ring] | None = None,
+) -> Prediction:
+    """What a step of these graphs takes of a rank of this hardware.
+
+    Args:
+        optimizer: one of `OPTIMIZERS`.
+        is_fused: whether a compiler fuses light operators (Inductor does, "aot_eager" does not).
+        rings: of the process groups that the graphs name; None takes ranks to be numbered node by node, neighbours
+            to shard together.
+
+    Raises:
+        KeyError: there is no such optimizer.
+    """
+    of_optimizer = OPTIMIZERS[optimizer]
+    gradients = _gradient_bytes(graphs)
+    kernels = {
+        side.title: kernels_of(side.graph, is_fused=is_fused) for side in (graphs.forward, graphs.backward) if side
+    }
+    flops = {title: sum(kernel.flops for kernel in found) for title, found in kernels.items()}
+    heaviest = max((kernel for found in kernels.values() for kernel in found), key=lambda kernel: kernel.flops)
+    return Prediction(
+        hardware,
+        simulate(graphs, hardware, rings_of(graphs, hardware) if rings is None else rings, is_fused=is_fused),
+        memory_of(
+            graphs,
+            is_fused=is_fused,
+            optimizer_bytes=int(of_optimizer.states * gradients),
+            reduction_workspace=hardware.reduction_workspace,
+        ),
+        of_optimizer.traffic * gradients / hardware.memory_bandwidth,
+        sum(flops.values()),
+        (3 if graphs.backward else 1) * flops["forward"],
+        hardware.flops_of(heaviest.dtype) / hardware.efficiency,
+    )
+
+
+def rings_of(graphs: RewrittenGraphs, hardware: Hardware) -> dict[str, Ring]:
+    """The rings of the groups that the graphs name, where neighbouring ranks are sharded over together."""
+    sides = [side.graph for side in (graphs.forward, graphs.backward) if side is not None]
+    found = [node for graph in sides for node in graph.nodes if ops.is_collective(node)]
+    sharding = {ops.argument(node, "group") for node in found if not ops.is_call(node, ops.ALL_REDUCE)}
+    size_of_group = {ops.argument(node, "group"): ops.argument(node, "world_size") for node in found}
+    num_shards = max((size_of_group[group] for group in sharding), default=1)
+    return {
+        group: Ring.of_axis(size, 1 if group in sharding else num_shards, hardware)
+        for group, size in size_of_group.items()
+    }
+
+
+def _gradient_bytes(graphs: RewrittenGraphs) -> int:
+    """Bytes of the gradients that the backward returns, which are as large as what the optimizer updates."""
+    returned = analysis.outputs(graphs.backward.graph) if graphs.backward else []
+    return sum(num_bytes(node.meta["val"]) for node in returned if node is not None)
