@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 
+import torch
 import torch.fx
 
 from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
 from ..passes.insert_free import full_buffers
-from .nodes import is_item, kernels_of, num_bytes
+from .nodes import is_item, is_kernel, kernels_of, num_bytes
 
 CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "reductions", "activations", "temporaries", "inputs")
 """Shards, states of the optimizer, gradients of shards; full parameters, gradients that are being reduced; what the
@@ -127,7 +129,61 @@ def _lives(graph: torch.fx.Graph, *, is_fused: bool, saved: Collection[torch.fx.
             if size := num_bytes(tensor.meta.get("val")):
                 ends = [_end(reader, time) for reader in analysis.uses(tensor) if not ops.is_call(reader, ops.FREE)]
                 lives[tensor] = _Life(time[node], max(ends), size, category_of(tensor))
-    return lives
+    return _with_reuse(lives) if is_fused else lives
+
+
+def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Life]:
+    """Lives where the code that Inductor generates takes a dead buffer for the next one of its dtype and size.
+
+    A light kernel writes into a buffer that it is the last to read. Otherwise a dead buffer is kept for a later one, if
+    that does not raise the peak by Inductor's estimate. (torch 2.13, `AllocateLine.should_reuse_buffer`)
+    """
+    found = dict(lives)
+    held = _total(list(lives.values()))
+    peak = max(held, default=0)
+    dead: dict[tuple[torch.dtype, int], list[torch.fx.Node]] = {}
+    by_end = sorted(filter(_is_allocated, lives), key=lambda tensor: lives[tensor].end)
+    ended = 0
+    for tensor in sorted(filter(_is_allocated, lives), key=lambda tensor: lives[tensor].begin):
+        begin = lives[tensor].begin
+        while ended < len(by_end) and lives[by_end[ended]].end <= begin:
+            dead.setdefault(_kind(by_end[ended]), []).append(by_end[ended])
+            ended += 1
+        candidates = [
+            other
+            for other in dead.get(_kind(tensor), ())
+            if other is not tensor and (lives[other].end < begin or not analysis.is_heavy(tensor))
+        ]
+        if not candidates:
+            continue
+        other = candidates[-1]
+        between = held[lives[other].end + 1 : begin]
+        if max(between, default=0) + lives[tensor].num_bytes <= peak or not between:
+            dead[_kind(tensor)].remove(other)
+            found[other] = dataclasses.replace(lives[other], end=begin - 1)
+    for tensor, life in lives.items():
+        packed = tensor.all_input_nodes[0] if ops.is_call(tensor, ops.ALL_REDUCE) else None
+        if packed in lives and lives[packed].end == life.begin:
+            found[packed] = dataclasses.replace(lives[packed], end=life.begin - 1)
+    return found
+
+
+def _is_allocated(tensor: torch.fx.Node) -> bool:
+    """Whether generated code allocates this tensor, rather than take what an operator returns."""
+    return is_kernel(tensor) and (not analysis.is_heavy(tensor) or "mm" in str(tensor.target))
+
+
+def _kind(tensor: torch.fx.Node) -> tuple[torch.dtype, int]:
+    return tensor.meta["val"].dtype, num_bytes(tensor.meta["val"])
+
+
+def _total(lives: Sequence[_Life]) -> list[int]:
+    """Bytes held at every moment."""
+    change = [0] * (max((life.end for life in lives), default=0) + 2)
+    for life in lives:
+        change[life.begin] += life.num_bytes
+        change[life.end + 1] -= life.num_bytes
+    return list(accumulate(change))
 
 
 def _workspaces(graph: torch.fx.Graph, reduction_workspace: float) -> list[_Life]:
@@ -145,8 +201,12 @@ def _reduced_bytes(node: torch.fx.Node) -> int:
 
 
 def _end(reader: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> int:
-    """When `reader` is done with what it reads: a collective, when it has been waited for."""
-    waits = [user for user in reader.users if ops.is_call(user, ops.WAIT)] if ops.is_collective(reader) else []
+    """When `reader` is done with what it reads: a collective, when it has been waited for.
+
+    An all-reduce works on a copy of what it reads; generated code hands it the buffer itself.
+    """
+    is_reading = ops.is_collective(reader) and not ops.is_call(reader, ops.ALL_REDUCE)
+    waits = [user for user in reader.users if ops.is_call(user, ops.WAIT)] if is_reading else []
     return max(time[node] for node in (reader, *waits))
 
 
