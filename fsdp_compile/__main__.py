@@ -160,9 +160,11 @@ def _row(prediction: Prediction, gpus: int, batch: int, seq: int, strategy: str)
 
 
 def _table(rows: list[dict[str, Any]], hardware: Hardware) -> Table:
-    table = Table(title=f"A step on {hardware.name} ({hardware.memory / _GIB:.0f} GiB a GPU)")
-    for heading in ("GPUs", "batch", "strategy", "ms", "tokens/s/GPU", "MFU", "exposed ms", "bound ms", "binds", "GiB"):
-        table.add_column(heading, justify="left" if heading in ("strategy", "binds") else "right")
+    table = Table(
+        title=f"A step on {hardware.name}; ms, tokens/s of a GPU; '!' is more than its {hardware.memory / _GIB:.0f} GiB"
+    )
+    for heading in ("GPUs", "batch", "strategy", "ms", "tokens/s", "MFU", "exposed", "bound", "by", "GiB"):
+        table.add_column(heading, justify="left" if heading in ("strategy", "by") else "right", no_wrap=True)
     for row in rows:
         gib = f"{row['peak_bytes'] / _GIB:.1f}"
         table.add_row(
@@ -175,7 +177,7 @@ def _table(rows: list[dict[str, Any]], hardware: Hardware) -> Table:
             f"{row['exposed_seconds'] * 1e3:.1f}",
             f"{row['lower_bound_seconds'] * 1e3:.1f}",
             row["binds"],
-            gib if row["fits"] else f"[bold red]{gib} (too much)[/]",
+            gib if row["fits"] else f"[bold red]{gib}![/]",
         )
     return table
 

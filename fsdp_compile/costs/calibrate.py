@@ -14,11 +14,15 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from ..runtime.gloo import serial_group
 from .hardware import Hardware, Link
 
 _SIZES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes of messages
 _REPEATS = 7
 _NEVER = 1e15  # bytes/s of a link that there is none of
+
+_Send = Callable[[int, dist.ProcessGroup, torch.device], Callable[[], torch.Tensor]]
+"""(bytes in full, group, device) to a function that starts the collective."""
 
 
 def calibrate(device: torch.device, name: str = "measured") -> Hardware:
@@ -118,7 +122,7 @@ def _communication(device: torch.device, hardware: Hardware) -> Hardware:
         within_node=Link(bandwidth, 0.0),
         between_nodes=Link(between, hop),
         collective_start=within.start,
-        contention=_contention(device),
+        contention=_contention(world, device),
         reduce_scatter_factor=reduce.each / gather.each,
         reduction_workspace=1.0 if "gloo" in dist.get_backend(world) else 0.0,  # gloo reduces a copy of its input
     )
@@ -128,45 +132,48 @@ def _bandwidth(line: _Line, size: int) -> float:
     return (size - 1) / size / line.each
 
 
-def _line(send: Callable[..., Callable[[], object]], group: dist.ProcessGroup, device: torch.device) -> _Line:
+def _line(send: _Send, group: dist.ProcessGroup, device: torch.device) -> _Line:
     seconds = []
     for size in _SIZES:
         call = send(size, group, device)
         dist.barrier(group)
-        seconds.append(_seconds(call, device))
+        seconds.append(_seconds(lambda call=call: _wait(call()), device))  # type: ignore[misc]
     return _Line.through(_SIZES, seconds)
 
 
-def _gather(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+def _gather(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], torch.Tensor]:
+    shard = torch.ones(num_bytes // 4 // group.size(), device=device)
+    name = serial_group(group, device.type).group_name
+    return lambda: torch.ops._c10d_functional.all_gather_into_tensor(shard, group.size(), name)
+
+
+def _reduce(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], torch.Tensor]:
     full = torch.ones(num_bytes // 4 // group.size() * group.size(), device=device)
-    shard = torch.ones(full.numel() // group.size(), device=device)
-    return lambda: dist.all_gather_into_tensor(full, shard, group=group)
+    name = serial_group(group, device.type).group_name
+    return lambda: torch.ops._c10d_functional.reduce_scatter_tensor(full, "sum", group.size(), name)
 
 
-def _reduce(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    full = torch.ones(num_bytes // 4 // group.size() * group.size(), device=device)
-    shard = torch.ones(full.numel() // group.size(), device=device)
-    return lambda: dist.reduce_scatter_tensor(shard, full, group=group)
+def _wait(pending: torch.Tensor) -> object:
+    return torch.ops._c10d_functional.wait_tensor(pending)
 
 
-def _contention(device: torch.device) -> float:
+def _contention(group: dist.ProcessGroup, device: torch.device) -> float:
     """How many times longer matmuls take while a gather runs."""
     size = 256 if device.type == "cpu" else 4096
     a, b = (torch.ones(size, size, device=device) for _ in range(2))
     alone = _seconds(lambda: a @ b, device)
-    world = dist.get_world_size()
-    full, shard = torch.ones(world << 23, device=device), torch.ones(1 << 23, device=device)
+    gather = _gather(group.size() << 24, group, device)
+    count = max(1, int(_seconds(lambda: _wait(gather()), device) / alone / 3))  # done before the gather is
     ratios = []
     for _ in range(_REPEATS):
-        dist.barrier()
-        work = dist.all_gather_into_tensor(full, shard, async_op=True)
-        begin, count = time.perf_counter(), 0
-        while not work.is_completed():
+        dist.barrier(group)
+        pending = gather()
+        begin = time.perf_counter()
+        for _ in range(count):
             a @ b
-            _synchronize_compute(device)
-            count += 1
-        ratios.append((time.perf_counter() - begin) / max(count, 1) / alone)
-        work.wait()
+        _synchronize_compute(device)
+        ratios.append((time.perf_counter() - begin) / count / alone)
+        _wait(pending)
     return max(1.0, statistics.median(ratios))
 
 

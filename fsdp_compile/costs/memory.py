@@ -162,9 +162,10 @@ def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Li
             dead[_kind(tensor)].remove(other)
             found[other] = dataclasses.replace(lives[other], end=begin - 1)
     for tensor, life in lives.items():
-        packed = tensor.all_input_nodes[0] if ops.is_call(tensor, ops.ALL_REDUCE) else None
-        if packed in lives and lives[packed].end == life.begin:
-            found[packed] = dataclasses.replace(lives[packed], end=life.begin - 1)
+        if ops.is_call(tensor, ops.ALL_REDUCE):
+            packed = tensor.all_input_nodes[0]
+            if packed in lives and lives[packed].end == life.begin:
+                found[packed] = dataclasses.replace(lives[packed], end=life.begin - 1)
     return found
 
 
