@@ -25,6 +25,7 @@ from .costs.predict import OPTIMIZERS, Prediction, predict
 from .errors import CaptureError, ConfigError
 
 _GIB = 2**30
+_WIDTH = 110  # columns that the table needs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -85,7 +86,8 @@ def _calibrate(options: argparse.Namespace) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
-    hardware = calibrate(device, name=Path(options.out).stem)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    hardware = calibrate(device, name=Path(options.out).stem, ranks_per_node=ranks_per_node)
     if not dist.is_initialized() or dist.get_rank() == 0:
         Path(options.out).write_text(hardware.to_json() + "\n")
         print(hardware.to_json())
@@ -113,7 +115,9 @@ def _plan(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"hardware": hardware.name, "digest": hardware.digest, "plans": rows}, indent=2))
     else:
-        Console().print(_table(rows, hardware))
+        console = Console()
+        console.width = max(console.width, _WIDTH)
+        console.print(_table(rows, hardware))
 
 
 def _load(target: str, inputs: str) -> tuple[Callable[[], Any], Callable[[int, int], Any]]:

@@ -25,13 +25,9 @@ _Send = Callable[[int, dist.ProcessGroup, torch.device], Callable[[], torch.Tens
 """(bytes in full, group, device) to a function that starts the collective."""
 
 
-def calibrate(device: torch.device, name: str = "measured") -> Hardware:
-    """The profile of this machine, or of the cluster if a process group is initialised; every rank calls it.
-
-    Raises:
-        ConfigError: the device has not enough memory for the measurement.
-    """
-    hardware = _compute(device, name)
+def calibrate(device: torch.device, *, name: str = "measured", ranks_per_node: int = 1) -> Hardware:
+    """The profile of this machine, or of the cluster if a process group is initialised; every rank calls it."""
+    hardware = _compute(device, name, ranks_per_node)
     if dist.is_initialized() and dist.get_world_size() > 1:
         hardware = _communication(device, hardware)
         profiles = [hardware]
@@ -40,22 +36,21 @@ def calibrate(device: torch.device, name: str = "measured") -> Hardware:
     return hardware
 
 
-def _compute(device: torch.device, name: str) -> Hardware:
+def _compute(device: torch.device, name: str, ranks_per_node: int) -> Hardware:
     flops = {str(dtype).removeprefix("torch."): _matmul_flops(dtype, device) for dtype in _dtypes(device)}
     numel = 1 << 24
     source, target = (torch.ones(numel, device=device) for _ in range(2))
     copy = _seconds(lambda: target.copy_(source), device)
     small = torch.ones(1, device=device)
     host = torch.ones(numel)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     nothing = Link(_NEVER, 0.0)
     return Hardware(
         name=name,
         flops=flops,
         efficiency=1.0,  # the figures are of matmuls, not of data sheets
         memory_bandwidth=2 * source.nbytes / copy,
-        memory=_memory(device) // (ranks if device.type == "cpu" else 1),
-        ranks_per_node=ranks,
+        memory=_memory(device) // (ranks_per_node if device.type == "cpu" else 1),
+        ranks_per_node=ranks_per_node,
         within_node=nothing,
         between_nodes=nothing,
         host_bandwidth=host.nbytes / _seconds(lambda: target.copy_(host), device) if device.type != "cpu" else _NEVER,

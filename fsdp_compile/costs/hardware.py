@@ -64,10 +64,18 @@ class Hardware:
     reduction_workspace: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"hardware {self.name}: {field.name} is a number >= 0, not {value}")
+        rates = {
+            "memory_bandwidth": self.memory_bandwidth,
+            "host_bandwidth": self.host_bandwidth,
+            "within_node.bandwidth": self.within_node.bandwidth,
+            "between_nodes.bandwidth": self.between_nodes.bandwidth,
+            **{f"flops[{dtype}]": rate for dtype, rate in self.flops.items()},
+        }
+        for name, rate in rates.items():
+            if not (math.isfinite(rate) and rate > 0):
+                raise ConfigError(f"hardware {self.name}: {name} is a number > 0, not {rate}")
+        if "float32" not in self.flops:
+            raise ConfigError(f"hardware {self.name}: flops needs a figure for float32, and has {sorted(self.flops)}")
         if not 0 < self.efficiency <= 1:
             raise ConfigError(f"hardware {self.name}: efficiency is a fraction of the peak, not {self.efficiency}")
 
@@ -81,7 +89,7 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str) -> Hardware:
-        """Raises ConfigError for text that does not describe hardware, naming what is missing or unknown."""
+        """What `to_json` wrote; raises ConfigError for text that does not describe hardware."""
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as e:
@@ -92,8 +100,11 @@ class Hardware:
             raise ConfigError(
                 f"no hardware profile: missing {sorted(missing)}, unknown {sorted(set(fields) - set(known))}"
             )
-        links = {name: Link(**fields[name]) for name in ("within_node", "between_nodes")}
-        return cls(**{**fields, **links})
+        try:
+            links = {name: Link(**fields[name]) for name in ("within_node", "between_nodes")}
+            return cls(**{**fields, **links})
+        except (TypeError, AttributeError) as e:
+            raise ConfigError(f"no hardware profile: {e}") from None
 
     @property
     def digest(self) -> str:

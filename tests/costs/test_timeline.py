@@ -1,0 +1,87 @@
+import dataclasses
+
+import pytest
+from torch import nn
+
+from fsdp_compile import rewrite
+from fsdp_compile.costs.collectives import Ring, all_gather, reduce_scatter
+from fsdp_compile.costs.predict import OPTIMIZERS, predict, rings_of
+from fsdp_compile.costs.timeline import COMPUTE, simulate
+from fsdp_compile.passes import ops
+from tests.costs.test_collectives import SMALL
+from tests.passes.tiny import Chain, rows
+
+RINGS = {"shard": Ring(2, 2)}
+SLOW = dataclasses.replace(SMALL, within_node=dataclasses.replace(SMALL.within_node, bandwidth=1e3))
+
+
+def graphs_of(**options):
+    model = Chain(up=nn.Linear(4, 8, bias=False), down=nn.Linear(8, 4, bias=False))
+    return rewrite(model, rows(), world_size=2, auto_wrap_policy=nn.Linear, **options)
+
+
+def events_of(timeline, *targets):
+    return [event for event in timeline.events if ops.is_call(event.node, *targets)]
+
+
+def test_collectives_of_a_group_run_one_after_another():
+    found = simulate(graphs_of(), SLOW, RINGS, is_fused=False)
+    sent = [event for event in found.events if event.lane == "shard"]
+    assert len(sent) == 4  # two gathers, two reductions; the backward has one weight left and needs no other
+    assert all(before.end <= after.start for before, after in zip(sent, sent[1:], strict=False))
+    seconds = {all_gather(128, RINGS["shard"], SLOW), reduce_scatter(128, RINGS["shard"], SLOW)}
+    assert {round(event.end - event.start, 9) for event in sent} == {round(value, 9) for value in seconds}
+
+
+def test_a_wait_stops_compute_until_its_collective_is_done():
+    found = simulate(graphs_of(), SLOW, RINGS, is_fused=False)
+    gathers = events_of(found, ops.ALL_GATHER)
+    first = next(event for event in found.events if event.lane == COMPUTE)
+    assert first.start == gathers[0].end
+    assert sum(found.exposed.values()) == pytest.approx(found.seconds - found.compute, rel=1e-6)
+
+
+def test_what_is_hidden_is_not_exposed():
+    fast = dataclasses.replace(SMALL, collective_start=0.0, within_node=dataclasses.replace(SMALL.within_node, hop=0))
+    slow_compute = dataclasses.replace(fast, kernel_start=1.0)
+    found = simulate(graphs_of(), slow_compute, RINGS, is_fused=False)
+    assert sum(found.exposed.values()) < 1e-6
+    assert found.seconds == pytest.approx(found.lower_bound, rel=1e-6)
+
+
+def test_prefetching_hides_what_no_prefetching_exposes():
+    compute_bound = dataclasses.replace(SMALL, kernel_start=50e-6, contention=1.0)
+    seconds = [
+        simulate(
+            graphs_of(forward_prefetch=depth, backward_prefetch=depth), compute_bound, RINGS, is_fused=False
+        ).seconds
+        for depth in (0, 1)
+    ]
+    assert seconds[1] < seconds[0]
+
+
+def test_compute_is_slower_while_collectives_run():
+    contended = dataclasses.replace(SMALL, contention=2.0, kernel_start=50e-6)
+    free = dataclasses.replace(contended, contention=1.0)
+    slower, faster = (simulate(graphs_of(), hardware, RINGS, is_fused=False) for hardware in (contended, free))
+    assert slower.compute == faster.compute
+    assert slower.seconds > faster.seconds
+
+
+def test_the_groups_of_a_hybrid_mesh_have_their_own_rings_and_lanes():
+    model = Chain(up=nn.Linear(4, 8))
+    graphs = rewrite(model, rows(), world_size=(2, 4))
+    assert rings_of(graphs, SMALL) == {"shard": Ring(4, 4), "replicate": Ring(2, 1)}
+    found = simulate(graphs, SMALL, rings_of(graphs, SMALL), is_fused=True)
+    assert set(found.communication) == {"shard", "replicate"}
+
+
+def test_a_prediction_adds_the_optimizer_and_says_what_binds():
+    adam, sgd = (predict(graphs_of(), SLOW, optimizer=name) for name in ("adam", "sgd"))
+    shards = 2 * 16 * 4
+    assert adam.memory.peak.held["optimizer"] == 2 * shards and sgd.memory.peak.held["optimizer"] == 0
+    difference = (OPTIMIZERS["adam"].traffic - OPTIMIZERS["sgd"].traffic) * shards / SLOW.memory_bandwidth
+    assert adam.seconds - sgd.seconds == pytest.approx(difference)
+    assert adam.binds == "shard" and adam.seconds >= adam.lower_bound
+    assert "set by shard" in str(adam) and "at the peak" in str(adam)
+    assert 0 < adam.utilisation < 1

@@ -1,0 +1,109 @@
+"""`python -m fsdp_compile`, as a user starts it."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_compile.__main__ import main
+from fsdp_compile.costs.hardware import find_hardware
+
+ROOT = Path(__file__).parents[1]
+MODEL = """
+import torch
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def small():
+    return nn.Sequential(*[Layer() for _ in range(4)])
+
+def inputs(batch, seq):
+    return (torch.zeros(batch, seq, 64),)
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return f"{path}:small"
+
+
+def plan(capsys, *arguments):
+    main(["plan", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_for_every_combination(model, capsys):
+    found = plan(capsys, model, "--gpus", "8", "16", "--batch", "1", "4", "--seq", "128", "--hardware", "a100-80")
+    assert (found["hardware"], found["digest"]) == ("a100-80", find_hardware("a100-80").digest)
+    rows = found["plans"]
+    assert [(row["gpus"], row["batch"]) for row in rows] == [(8, 1), (8, 4), (16, 1), (16, 4)]
+    for row in rows:
+        assert row["seconds"] >= row["lower_bound_seconds"] > 0
+        assert row["tokens_per_second_per_gpu"] == pytest.approx(row["batch"] * 128 / row["seconds"])
+        assert row["peak_bytes"] == sum(row["peak_bytes_by_category"].values())
+    num_bytes = 4 * 4 * (2 * 64 * 256 + 64 + 256)
+    assert [row["peak_bytes_by_category"]["shards"] for row in rows[::2]] == [num_bytes // 8, num_bytes // 16]
+
+
+def test_strategies_differ_in_what_they_hold_and_send(model, capsys):
+    strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+    rows = plan(capsys, model, "--gpus", "16", "--strategy", *strategies, "--batch", "64")["plans"]
+    peaks = {row["strategy"]: row["peak_bytes_by_category"] for row in rows}
+    assert [row["strategy"] for row in rows] == strategies
+    assert peaks["NO_SHARD"]["shards"] == 16 * peaks["FULL_SHARD"]["shards"] == 8 * peaks["HYBRID_SHARD"]["shards"]
+    assert peaks["SHARD_GRAD_OP"]["gathered"] > peaks["FULL_SHARD"]["gathered"]
+
+
+def test_what_does_not_fit_is_marked(model, capsys, tmp_path):
+    small = dataclasses.replace(find_hardware("h100"), name="small", memory=1 << 20)
+    profile = tmp_path / "small.json"
+    profile.write_text(small.to_json())
+    (row,) = plan(capsys, model, "--hardware", str(profile))["plans"]
+    assert not row["fits"]
+    main(["plan", model, "--hardware", str(profile)])
+    assert "!" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere.py:small"], "there is no file 'nowhere.py'"),
+        (["{path}:large"], "has no function 'large'"),
+        (["{path}:small", "--inputs", "rows"], "has no function 'rows'"),
+        (["{path}:small", "--hardware", "k80"], "'k80' is neither a file nor one of"),
+        (["{path}:small", "--gpus", "12", "--strategy", "HYBRID_SHARD"], "12 is no multiple of 8"),
+        (["{path}:small", "--gpus", "0"], "world_size is a positive int"),
+    ],
+)
+def test_errors_are_one_line(model, arguments, message):
+    path = model.rpartition(":")[0]
+    with pytest.raises(SystemExit, match=message):
+        main(["plan", *[argument.replace("{path}", path) for argument in arguments]])
+
+
+def test_two_ranks_measure_this_machine_and_a_plan_uses_it(model, tmp_path):
+    profile = tmp_path / "here.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = ["-m", "fsdp_compile", "calibrate", "--out", str(profile), "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    printed = subprocess.run([*launch, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    hardware = find_hardware(str(profile))
+    assert f"digest {hardware.digest}" in printed.stdout
+    assert hardware.ranks_per_node == 2 and hardware.contention >= 1
+    assert 1e6 < hardware.within_node.bandwidth < 1e12 and 1e8 < hardware.flops["float32"] < 1e14
+    command = ["-m", "fsdp_compile", "plan", model, "--gpus", "2", "--hardware", str(profile)]
+    shown = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "A step on here" in shown and "FULL_SHARD" in shown
