@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 
 from . import saving
+from .costs import Explanation, Hardware, explain
 from .errors import ConfigError
 from .full_parameters import SummonOptions, shard_full_tensors, summon
 from .graphs import RewrittenGraphs
@@ -111,7 +112,7 @@ class ShardedModule:
             shard.reads = [memo[id(read)] for read in original.reads]
         note_sharding(copied, sharding_of(copied))  # type: ignore[arg-type]
         if sharding.compile is not None:
-            sharding.compile(copied)
+            sharding.compile(copied)  # type: ignore[arg-type]
         return copied
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
@@ -161,6 +162,22 @@ def _module(model: nn.Module) -> nn.Module:
 def _graphs(model: nn.Module) -> list[RewrittenGraphs]:
     """The rewritten graphs, one for each set of guards that was compiled."""
     return sharding_of(model).graphs
+
+
+def _explain(model: nn.Module, hardware: Hardware | str | None = None, *, optimizer: str = "adam") -> Explanation:
+    """What was decided in the graphs compiled so far, what a step is predicted to cost, what could be changed.
+
+    Args:
+        hardware: of every rank: "h100" or another of `fsdp_compile.costs.HARDWARE`, a file that
+            `python -m fsdp_compile calibrate` wrote, or a `Hardware`; None is the GPU at hand.
+        optimizer: "adam", "sgd" or "momentum".
+
+    Raises:
+        ConfigError: no such hardware or optimizer.
+    """
+    sharding = sharding_of(model)
+    is_fused = sharding.compile is None or sharding.compile.config.backend == "inductor"
+    return explain(sharding.graphs, hardware, optimizer=optimizer, is_fused=is_fused)
 
 
 def _clip_grad_norm_(
@@ -220,6 +237,7 @@ def _summon_full_params(
 _GAINED = {
     "module": property(_module),
     "graphs": property(_graphs),
+    "explain": _explain,
     "no_sync": _no_sync,
     "set_requires_gradient_sync": _set_requires_gradient_sync,
     "clip_grad_norm_": _clip_grad_norm_,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from .config import OffloadConfig, Reduction, ScheduleConfig
+from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .layout import Layout, Placement, lay_out
@@ -25,6 +25,15 @@ from .runtime.gradients import carry_hooks
 from .runtime.groups import axes_of, device_of, is_nccl, num_shards_of, part_of
 from .runtime.optimizers import note_replacement
 from .units import Unit
+
+
+class Compiler(Protocol):
+    """Compiles a model as another one was compiled."""
+
+    @property
+    def config(self) -> CompileConfig: ...
+
+    def __call__(self, model: nn.Module) -> None: ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,7 +60,7 @@ class Sharding:
     keeps_gradients: bool = False
     is_finishing: bool = False
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
-    compile: Callable[[Any], None] | None = None
+    compile: Compiler | None = None
     is_summoned: bool = False
     gives_full_optimizer_state: bool = True
 

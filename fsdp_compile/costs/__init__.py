@@ -1,1 +1,21 @@
-"""Costs: what a rewritten graph takes of a described machine, in seconds and in bytes."""
+"""Costs: what a rewritten graph takes of a described machine, in seconds and in bytes.
+
+`predict` is the way in: kernels (`nodes`) and messages (`collectives`) of the described `hardware` on one `timeline`,
+and what is in `memory` meanwhile. `explain` puts it into words.
+"""
+
+from .explain import Explanation, explain
+from .hardware import HARDWARE, Hardware, Link, find_hardware
+from .predict import OPTIMIZERS, Prediction, predict
+
+__all__ = [
+    "HARDWARE",
+    "OPTIMIZERS",
+    "Explanation",
+    "Hardware",
+    "Link",
+    "Prediction",
+    "explain",
+    "find_hardware",
+    "predict",
+]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import torch
+
 from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
 from .collectives import Ring
@@ -74,7 +76,7 @@ class Prediction:
     @property
     def utilisation(self) -> float:
         """Model FLOPs utilisation: `model_flops` in a step's time, as a fraction of the dense peak."""
-        return self.model_flops / self.seconds / self.peak_flops
+        return self.model_flops / self.seconds / self.peak_flops if self.seconds else 0.0
 
     def __str__(self) -> str:
         held = self.memory.peak.held
@@ -115,7 +117,8 @@ def predict(
         side.title: kernels_of(side.graph, is_fused=is_fused) for side in (graphs.forward, graphs.backward) if side
     }
     flops = {title: sum(kernel.flops for kernel in found) for title, found in kernels.items()}
-    heaviest = max((kernel for found in kernels.values() for kernel in found), key=lambda kernel: kernel.flops)
+    all_kernels = [kernel for found in kernels.values() for kernel in found]
+    main_dtype = max(all_kernels, key=lambda kernel: kernel.flops).dtype if all_kernels else torch.float32
     return Prediction(
         hardware,
         simulate(graphs, hardware, rings_of(graphs, hardware) if rings is None else rings, is_fused=is_fused),
@@ -128,7 +131,7 @@ def predict(
         of_optimizer.traffic * gradients / hardware.memory_bandwidth,
         sum(flops.values()),
         (3 if graphs.backward else 1) * flops["forward"],
-        hardware.flops_of(heaviest.dtype) / hardware.efficiency,
+        hardware.flops_of(main_dtype) / hardware.efficiency,
     )
 
 

@@ -1,0 +1,181 @@
+"""Explanations: what the compiler did with a model, what that costs, and what the user could change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.fx
+
+from ..errors import ConfigError
+from ..graphs import RewrittenGraphs
+from ..passes import ops
+from .hardware import HARDWARE, Hardware, find_hardware
+from .memory import CATEGORIES
+from .nodes import num_bytes
+from .predict import OPTIMIZERS, Prediction, predict
+
+_SHOWN = 3  # waits that are listed
+_WORTH_IT = 0.01  # of a step
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `model.explain()` returns; `str()` is the text to print.
+
+    Attributes:
+        graphs: one for each set of guards that was compiled.
+        predictions: of a step of each, in the same order.
+    """
+
+    graphs: Sequence[RewrittenGraphs]
+    predictions: Sequence[Prediction]
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "nothing was compiled so far: call the model once"
+        texts = []
+        for number, (graphs, prediction) in enumerate(zip(self.graphs, self.predictions, strict=True), 1):
+            texts.append("\n".join([f"graph {number} of {len(self.graphs)}", *_lines(graphs, prediction)]))
+        return "\n\n".join(texts)
+
+
+def explain(
+    graphs: Sequence[RewrittenGraphs],
+    hardware: Hardware | str | None = None,
+    *,
+    optimizer: str = "adam",
+    is_fused: bool = True,
+) -> Explanation:
+    """What was decided in these graphs, and what a step of them is predicted to take.
+
+    Args:
+        hardware: one of `HARDWARE` by name, a file that `calibrate` wrote, or a description; None is the GPU at hand.
+        optimizer: one of `OPTIMIZERS`.
+        is_fused: whether a compiler fuses light operators (Inductor does, "aot_eager" does not).
+
+    Raises:
+        ConfigError: there is no such hardware or optimizer, or no GPU that is known.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    if not isinstance(hardware, Hardware):
+        hardware = find_hardware(hardware if hardware is not None else _name_of_gpu())
+    predictions = [predict(each, hardware, optimizer=optimizer, is_fused=is_fused) for each in graphs]
+    return Explanation(graphs, predictions)
+
+
+def _name_of_gpu() -> str:
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_name()
+        memory = torch.cuda.get_device_properties(0).total_memory
+        same = [name for name in HARDWARE if name.partition("-")[0] in found.lower()]
+        if same:
+            return min(same, key=lambda name: abs(HARDWARE[name].memory - memory))
+    raise ConfigError(
+        f"say for which hardware: one of {', '.join(HARDWARE)}, or a file that `python -m fsdp_compile calibrate` wrote"
+    )
+
+
+def _lines(graphs: RewrittenGraphs, prediction: Prediction) -> list[str]:
+    step = prediction.seconds
+    held = prediction.memory.peak.held
+    above = f"{step / prediction.lower_bound - 1:.1%} above it" if prediction.lower_bound else "empty"
+    rows = [
+        ("collectives", _collectives(graphs)),
+        (
+            "step",
+            f"{_ms(step)} on {prediction.hardware.name}: compute {_ms(prediction.timeline.compute)}, exposed "
+            f"communication {_ms(prediction.exposed)}, optimizer {_ms(prediction.optimizer_seconds)}",
+        ),
+        (
+            "lower bound",
+            f"{_ms(prediction.lower_bound)}, set by {prediction.binds}; the schedule is {above}",
+        ),
+        ("exposed", _exposed(prediction) or "nothing"),
+        (
+            "memory",
+            f"{_mib(prediction.memory.peak.total)} at the peak, in the {prediction.memory.peak.side}: "
+            + ", ".join(f"{name} {_mib(held[name])}" for name in CATEGORIES if held[name]),
+        ),
+        *(("could change", text) for text in _changes(graphs, prediction)),
+    ]
+    return [f"  {title:<14}{text}" for title, text in rows]
+
+
+def _collectives(graphs: RewrittenGraphs) -> str:
+    """How often what is sent, and how many bytes are full tensors of it, in forward and backward."""
+    texts = []
+    for side in (graphs.forward, graphs.backward):
+        sent: Counter[str] = Counter()
+        size: Counter[str] = Counter()
+        for node in side.graph.nodes if side else ():
+            if ops.is_collective(node):
+                kind = "gathers" if ops.is_all_gather(node) else "reductions"
+                sent[kind] += 1
+                size[kind] += _full_bytes(node)
+        if side:
+            listed = ", ".join(f"{sent[kind]} {kind} of {_mib(size[kind])}" for kind in sent) or "none"
+            texts.append(f"{side.title} {listed}")
+    return "; ".join(texts)
+
+
+def _full_bytes(node: torch.fx.Node) -> int:
+    is_scattered = ops.is_call(node, ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED)
+    return num_bytes(node.meta["val"]) * (int(ops.argument(node, "world_size")) if is_scattered else 1)
+
+
+def _exposed(prediction: Prediction) -> str:
+    waits = sorted(prediction.timeline.exposed.items(), key=lambda item: -item[1])
+    return ", ".join(f"{_ms(seconds)} for {_what(wait)}" for wait, seconds in waits[:_SHOWN])
+
+
+def _what(wait: torch.fx.Node) -> str:
+    collective = wait.all_input_nodes[0]
+    verb = "gathering" if ops.is_all_gather(collective) else "reducing"
+    return f"{verb} {ops.argument(collective, 'bucket')}"
+
+
+def _changes(graphs: RewrittenGraphs, prediction: Prediction) -> list[str]:
+    """What would make the step faster or smaller, with the numbers that say so."""
+    changes = []
+    timeline = prediction.timeline
+    sent = max(timeline.communication.values(), default=0.0)
+    if sent > timeline.compute > 0:
+        factor = sent / timeline.compute
+        changes.append(f"communication takes {factor:.1f} times as long as compute: more rows a rank would hide it")
+    gathered = _gathered_again(graphs, prediction)
+    if gathered:
+        exposed, size, unit = max(gathered)
+        if exposed > _WORTH_IT * prediction.seconds:
+            changes.append(
+                f"reshard_after_forward={{{unit!r}: False}} would not gather {unit} again, which is exposed for "
+                f"{_ms(exposed)}, and hold {_mib(size)} more"
+            )
+    missing = prediction.memory.peak.total - prediction.hardware.memory
+    if missing > 0:
+        changes.append(
+            f"{_mib(missing)} too much for {prediction.hardware.name}: more ranks, fewer rows, or recompute activations"
+        )
+    return changes
+
+
+def _gathered_again(graphs: RewrittenGraphs, prediction: Prediction) -> list[tuple[float, int, str]]:
+    """For every gather of the backward: for how long it is exposed, its bytes, and the unit."""
+    found = []
+    for node in graphs.backward.graph.nodes if graphs.backward else ():
+        if ops.is_all_gather(node):
+            (wait,) = [user for user in node.users if ops.is_call(user, ops.WAIT)]
+            unit = ops.unit_of_bucket(ops.argument(node, "bucket"))
+            found.append((prediction.timeline.exposed.get(wait, 0.0), num_bytes(node.meta["val"]), unit))
+    return found
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.4g} MiB"

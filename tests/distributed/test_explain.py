@@ -1,0 +1,68 @@
+"""What `model.explain()` says of the graphs that run."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compile import ConfigError, fsdp_compile
+from fsdp_compile.costs import HARDWARE, Link
+from tests.distributed.training import batch_of_rank
+from tests.models import build
+from tests.ranks import on_ranks
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@on_ranks(2)
+def test_the_explanation_has_a_part_for_every_graph(world_size, dynamic):
+    model = fsdp_compile(build("gpt"), backend="aot_eager", dynamic=dynamic)
+    assert str(model.explain("h100")) == "nothing was compiled so far: call the model once"
+    model(*batch_of_rank(model, 0)).backward()
+    with torch.no_grad():
+        model(*batch_of_rank(model, 0))
+    found = model.explain("h100")
+    assert len(found.predictions) == len(model.graphs) == 2
+    training, evaluation = found.predictions
+    assert training.seconds > evaluation.seconds > 0
+    assert training.memory.peak.held["optimizer"] > 0 == evaluation.memory.peak.held["optimizer"]
+    text = str(found)
+    for said in ("graph 1 of 2", "graph 2 of 2", "on h100", "lower bound", "at the peak", "exposed"):
+        assert said in text
+    gathers = [node for node in model.graphs[0].forward.graph.nodes if "all_gather" in str(node.target)]
+    assert f"forward {len(gathers)} gathers of" in text
+
+
+@on_ranks(2)
+def test_what_could_be_changed_follows_from_the_hardware(world_size):
+    model = fsdp_compile(build("gpt"), backend="aot_eager")
+    model(*batch_of_rank(model, 0)).backward()
+    small = dataclasses.replace(HARDWARE["h100"], name="small", memory=1000)
+    assert "too much for small: more ranks" in str(model.explain(small))
+    slow = dataclasses.replace(HARDWARE["h100"], within_node=Link(1e6, 0.0))
+    assert "communication takes" in str(model.explain(slow)) and "would not gather" in str(model.explain(slow))
+    instant = dataclasses.replace(HARDWARE["h100"], collective_start=0.0, kernel_start=1.0)
+    text = str(model.explain(instant))
+    assert "communication takes" not in text and "could change" not in text
+
+
+@on_ranks(2)
+def test_the_part_of_a_batch_norm_and_frozen_parameters(world_size):
+    model = build("conv_net")
+    next(model.parameters()).requires_grad_(False)
+    model = fsdp_compile(model, backend="aot_eager")
+    model(*batch_of_rank(model, 0)).backward()
+    assert "graph 1 of 1" in str(model.explain("a100-80", optimizer="sgd"))
+
+
+def test_hardware_and_optimizers_that_are_not_known():
+    model = fsdp_compile(nn.Linear(2, 2), backend="aot_eager")
+    model(torch.ones(1, 2)).sum().backward()
+    assert "none" in str(model.explain("h100"))
+    with pytest.raises(ConfigError, match="optimizer is one of sgd, momentum, adam, not 'lion'"):
+        model.explain("h100", optimizer="lion")
+    with pytest.raises(ConfigError, match="'k80' is neither a file nor one of"):
+        model.explain("k80")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="say for which hardware: one of"):
+            model.explain()
