@@ -1,0 +1,216 @@
+"""Predicted against measured step times of two ranks on two hosts, joined by a link of known rate.
+
+    sudo python benchmarks/two_hosts.py                         # needs Linux, root, and the commands ip and tc
+    sudo python benchmarks/two_hosts.py --rates 2 --models gpt
+
+The hosts are network namespaces of this machine, joined by a veth pair whose two ends are shaped with tc; gloo sends
+through it as through a network. For every rate the machine and the link are calibrated, then every plan (prefetch
+distances, what is kept between forward and backward, what is sharded at all) is predicted and run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile import fsdp_compile
+from fsdp_compile.costs import predict
+from fsdp_compile.costs.calibrate import calibrate
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from memory import Mlp
+
+from train_gpt import GPT, GPTConfig
+
+ROOT = Path(__file__).parents[1]
+HOSTS = ("fsdp-host0", "fsdp-host1")
+LINK = "fsdp0"
+PLANS: dict[str, dict[str, Any]] = {
+    "prefetch 1": {},
+    "no prefetch": {"forward_prefetch": 0, "backward_prefetch": 0},
+    "prefetch 2": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "kept for the backward": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "kept, no prefetch": {
+        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
+        "forward_prefetch": 0,
+        "backward_prefetch": 0,
+    },
+    "not sharded": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "not sharded, no overlap": {"sharding_strategy": ShardingStrategy.NO_SHARD, "backward_prefetch": 0},
+}
+
+
+def gpt() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    config = GPTConfig(seq=128, dim=512, layers=9)
+    return GPT(config), lambda: (torch.randint(256, (8, 128)), torch.randint(256, (8, 128)))
+
+
+def mlp() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Mlp(dim=768, layers=6), lambda: (torch.randn(512, 768), torch.randn(512, 768))
+
+
+MODELS = {"gpt": gpt, "mlp": mlp}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# One rank
+# ----------------------------------------------------------------------------------------------------------
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """Measure and predict every plan; rank 0 writes what it found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    hardware = calibrate(torch.device("cpu"), ranks_per_node=1)
+    results = []
+    for model in options.models:
+        for plan in options.plans:
+            results.append({"model": model, "plan": plan, **measure(model, PLANS[plan], hardware, options.steps)})
+    if dist.get_rank() == 0:
+        Path(options.result).write_text(json.dumps({"hardware": json.loads(hardware.to_json()), "results": results}))
+    dist.destroy_process_group()
+
+
+def measure(name: str, plan: dict[str, Any], hardware: Any, steps: int) -> dict[str, float]:
+    """Seconds of forward and backward: the median of the slower rank, its spread, and what was predicted."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    fsdp_compile(model, **plan)
+    seconds = []
+    for step in range(steps + 3):
+        inputs = batch()
+        dist.barrier()
+        begin = time.perf_counter()
+        model(*inputs).backward()
+        elapsed = torch.tensor(time.perf_counter() - begin)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        if step >= 3:
+            seconds.append(elapsed.item())
+        model.zero_grad()
+    found = predict(model.graphs[0], hardware)
+    deciles = statistics.quantiles(seconds, n=10)
+    return {
+        "measured": statistics.median(seconds),
+        "p10": deciles[0],
+        "p90": deciles[-1],
+        "predicted": found.timeline.seconds,
+        "compute": found.timeline.compute,
+        "communication": max(found.timeline.communication.values()),
+        "exposed": found.exposed,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Two hosts
+# ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[None]:
+    """Two network namespaces, joined by a pair of interfaces."""
+    try:
+        for host in HOSTS:
+            run("ip", "netns", "add", host)
+        run("ip", "link", "add", LINK, "netns", HOSTS[0], "type", "veth", "peer", "name", LINK, "netns", HOSTS[1])
+        for number, host in enumerate(HOSTS, 1):
+            run("ip", "-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", LINK)
+            run("ip", "-n", host, "link", "set", LINK, "up")
+            run("ip", "-n", host, "link", "set", "lo", "up")
+        yield
+    finally:
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], check=False)
+
+
+def shape(gigabits: float) -> None:
+    """Limit the link to this rate in both directions; 0 is no limit."""
+    for host in HOSTS:
+        subprocess.run(
+            ["tc", "-n", host, "qdisc", "del", "dev", "link", "root"], stderr=subprocess.DEVNULL, check=False
+        )
+        if gigabits:
+            limit = ["rate", f"{gigabits}gbit", "burst", "256kb", "latency", "200ms"]
+            run("tc", "-n", host, "qdisc", "add", "dev", LINK, "root", "tbf", *limit)
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+def run_hosts(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One rank on each host; what rank 0 found."""
+    result = folder / "result.json"
+    command = [sys.executable, __file__, "--result", str(result), "--steps", str(options.steps)]
+    command += ["--models", *options.models, "--plans", *options.plans]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29507", "GLOO_SOCKET_IFNAME": LINK}
+    processes = []
+    for rank, host in enumerate(HOSTS):
+        environment = {**os.environ, **common, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        pinned = ["taskset", "-c", str(rank % (os.cpu_count() or 1))]
+        processes.append(subprocess.Popen(["ip", "netns", "exec", host, *pinned, *command], env=environment, cwd=ROOT))
+    if any(process.wait() for process in processes):
+        raise SystemExit("a rank failed")
+    return json.loads(result.read_text())
+
+
+def rank_correlation(first: list[float], second: list[float]) -> float:
+    """Spearman's, for lists without ties."""
+    ranks = [[sorted(values).index(value) for value in values] for values in (first, second)]
+    return statistics.correlation(*ranks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4], help="Gbit/s; 0 is no limit")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.result:
+        run_rank(options)
+        return
+    console = Console(width=110)
+    with two_hosts(), tempfile.TemporaryDirectory() as folder:
+        for rate in options.rates:
+            shape(rate)
+            results = run_hosts(options, Path(folder))["results"]
+            for model in options.models:
+                show(console, f"{model} at {rate:g} Gbit/s", [row for row in results if row["model"] == model])
+
+
+def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
+    measured, predicted = ([row[name] for row in rows] for name in ("measured", "predicted"))
+    table = Table(title=title, caption=f"rank correlation {rank_correlation(measured, predicted):.3f}")
+    table.add_column("plan")
+    for heading in ("measured ms", "p10", "p90", "predicted ms", "ratio", "compute", "communication", "exposed"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        columns = ["measured", "p10", "p90", "predicted", "compute", "communication", "exposed"]
+        cells = {name: f"{row[name] * 1e3:.1f}" for name in columns}
+        ratio = f"{row['predicted'] / row['measured']:.3f}"
+        order = ["measured", "p10", "p90", "predicted"]
+        table.add_row(row["plan"], *(cells[name] for name in order), ratio, *(cells[name] for name in columns[4:]))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
