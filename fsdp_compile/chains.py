@@ -1,0 +1,192 @@
+"""Chains and plans: what a direction of a step computes and reads, how its parameters are gathered, what that takes.
+
+A chain is compute in order, with the parameters that it reads. A plan cuts the parameters, in order of first use, into
+buckets. A bucket is one collective. Collectives run one after another; each begins once compute has reached the
+position where it is started. Before the first use of a bucket's parameters compute waits for it. Memory is counted by
+position, without a clock: what has been started is in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter of a chain.
+
+    Attributes:
+        num_bytes: of the full parameter.
+        first, last: the first and the last compute step that reads it.
+    """
+
+    num_bytes: int
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """One direction of a step: compute in order, and what it reads.
+
+    Attributes:
+        seconds: of each compute step.
+        held: bytes that are in memory anyway during each step.
+        parameters: in order of first use.
+    """
+
+    seconds: Sequence[float]
+    held: Sequence[int]
+    parameters: Sequence[Parameter]
+
+    def __post_init__(self) -> None:
+        assert len(self.seconds) == len(self.held)
+        assert all(a.first <= b.first for a, b in pairwise(self.parameters)), "parameters are in order of first use"
+        assert all(0 <= p.first <= p.last < len(self.seconds) for p in self.parameters)
+
+    @property
+    def lowest_peak(self) -> int:
+        """Bytes that no plan goes below: every parameter in memory from its first use to its last, nothing else."""
+        return max(_in_memory(self, ((p.num_bytes, p.first, p.last) for p in self.parameters)), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """What collectives cost.
+
+    Attributes:
+        start: seconds that every collective takes.
+        per_message: seconds more for every parameter that is sent as a message of its own.
+        bandwidth: bytes of full parameters in a second.
+        copy_bandwidth: bytes in a second that compute copies out of a buffer.
+    """
+
+    start: float
+    per_message: float
+    bandwidth: float
+    copy_bandwidth: float
+
+    def seconds(self, num_bytes: int, num_messages: int) -> float:
+        """Seconds of one collective, `num_messages` 0 if it is packed into one."""
+        return self.start + self.per_message * num_messages + num_bytes / self.bandwidth
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Consecutive parameters that are gathered by one collective.
+
+    Attributes:
+        begin, end: the parameters, `end` excluded.
+        start: the compute step that the collective is started before; at most the first use of parameter `begin`.
+        is_packed: whether they are one message, which compute copies them out of.
+    """
+
+    begin: int
+    end: int
+    start: int
+    is_packed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The buckets of a chain, consecutive; their starts do not decrease."""
+
+    buckets: Sequence[Bucket]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a plan comes to.
+
+    Attributes:
+        seconds: of all: compute, copies, and what compute stands still for.
+        exposed: seconds that compute stands still.
+        peak: most bytes in memory during a step.
+    """
+
+    seconds: float
+    exposed: float
+    peak: int
+
+
+def evaluate(chain: Chain, plan: Plan, channel: Channel) -> Outcome:
+    """What a plan takes.
+
+    At a position compute first starts the collectives that are due, then waits for and copies out one parameter after
+    another, then runs the step. A parameter sent as a message of its own is in memory from the start of its bucket to
+    its last use. A packed one is in memory twice: in the buffer, from the start of its bucket until the last of the
+    bucket's parameters is first used, and as a copy, from its first use to its last.
+    """
+    clock = Clock(chain, plan, channel)
+    return Outcome(clock.reached[-1], clock.exposed, max(_in_memory(chain, _lives(chain, plan)), default=0))
+
+
+class Clock:
+    """When a plan does what.
+
+    Attributes:
+        reached: seconds at which compute reaches each position, the end included.
+        exposed: seconds that compute stands still.
+    """
+
+    def __init__(self, chain: Chain, plan: Plan, channel: Channel) -> None:
+        self.reached, self.exposed = [0.0], 0.0
+        now = free = 0.0
+        due, next_parameter = deque(plan.buckets), 0
+        done: deque[float] = deque()
+        bucket_of = [bucket for bucket in plan.buckets for _ in range(bucket.begin, bucket.end)]
+        for step, seconds in enumerate(chain.seconds):
+            while due and due[0].start <= step:
+                free = max(now, free) + seconds_of(chain, due.popleft(), channel)
+                done.append(free)
+            while next_parameter < len(bucket_of) and chain.parameters[next_parameter].first == step:
+                bucket = bucket_of[next_parameter]
+                if next_parameter == bucket.begin:
+                    arrival = max(now, done.popleft())
+                    self.exposed += arrival - now
+                    now = arrival
+                if bucket.is_packed:
+                    now += chain.parameters[next_parameter].num_bytes / channel.copy_bandwidth
+                next_parameter += 1
+            now += seconds
+            self.reached.append(now)
+
+
+def seconds_of(chain: Chain, bucket: Bucket, channel: Channel) -> float:
+    num_bytes = sum(parameter.num_bytes for parameter in chain.parameters[bucket.begin : bucket.end])
+    return channel.seconds(num_bytes, 0 if bucket.is_packed else bucket.end - bucket.begin)
+
+
+def _lives(chain: Chain, plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """Bytes, and the first and last step during which they are in memory."""
+    for bucket in plan.buckets:
+        unpacked = chain.parameters[bucket.end - 1].first
+        for parameter in chain.parameters[bucket.begin : bucket.end]:
+            if bucket.is_packed:
+                yield parameter.num_bytes, bucket.start, unpacked
+                yield parameter.num_bytes, parameter.first, parameter.last
+            else:
+                yield parameter.num_bytes, bucket.start, parameter.last
+
+
+def _in_memory(chain: Chain, lives: Iterable[tuple[int, int, int]]) -> list[int]:
+    """Bytes in memory during each step."""
+    change = [0] * (len(chain.held) + 1)
+    for num_bytes, begin, end in lives:
+        change[begin] += num_bytes
+        change[end + 1] -= num_bytes
+    return [held + live for held, live in zip(chain.held, accumulate(change), strict=False)]
+
+
+def plain_plan(chain: Chain, ends: Sequence[int], *, depth: int = 1, is_packed: bool = False) -> Plan:
+    """One bucket per unit, started just before the unit `depth` before it is first used.
+
+    Args:
+        ends: for each unit the index after its last parameter; the last one is the number of parameters.
+    """
+    begins = [0, *ends[:-1]]
+    starts = [chain.parameters[begins[max(0, unit - depth)]].first for unit in range(len(begins))]
+    return Plan(tuple(Bucket(*bucket, is_packed) for bucket in zip(begins, ends, starts, strict=True)))

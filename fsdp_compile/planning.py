@@ -1,0 +1,369 @@
+"""Planning: the fastest way to gather the parameters of a chain within a limit of bytes.
+
+Two facts make the search exact:
+
+* What is started by a step is a prefix of the parameters. A limit is therefore a bound on that prefix, step by step,
+  and how early a bucket can start depends on where it ends, not on when the others start. Nothing is done sooner when
+  a collective starts later, so every bucket starts as early as it fits.
+* What remains, where to cut and how to send, is dynamic programming over the boundaries. All that later buckets see of
+  earlier ones is when compute gets there and when a collective can begin; of two states the one that is no sooner in
+  anything goes.
+
+Then each start moves back as far as costs nothing, which lowers the peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from operator import itemgetter, le
+from typing import NamedTuple
+
+from .chains import Bucket, Chain, Channel, Clock, Outcome, Plan, evaluate, plain_plan, seconds_of
+from .errors import ConfigError
+
+NEGLIGIBLE = 1e-11
+"""What rounding may do to a sum of seconds, relative to it."""
+
+
+def best_plan(chain: Chain, channel: Channel, *, limit: int | None = None, ends: Sequence[int] | None = None) -> Plan:
+    """The plan that takes least time; of those tried that take as little, the one with the lowest peak.
+
+    Exact for chains up to 8 parameters. For longer ones the search keeps to what is likely (see `_Breadth`), and its
+    time grows with the number of parameters.
+
+    Args:
+        limit: most bytes in memory during any step; None for no limit.
+        ends: of units, as in `plain_plan`. The result is never slower than their plain plans that fit.
+
+    Raises:
+        ConfigError: no plan fits.
+    """
+    if limit is not None and (missing := chain.lowest_peak - limit) > 0:
+        raise ConfigError(
+            f"no plan fits into {limit:,} bytes: {chain.lowest_peak:,} are in use at once even if every parameter is "
+            f"gathered just before its first use and freed after its last; {missing:,} are missing. Raise the limit, "
+            "or lower what is in memory anyway: a smaller batch, more recomputation"
+        )
+    candidates = [_Search(chain, channel, limit).plan()]
+    if ends:
+        candidates += [plain_plan(chain, ends, is_packed=is_packed) for is_packed in (False, True)]
+    candidates += [_delayed(chain, candidate, channel) for candidate in candidates]
+    outcomes = [evaluate(chain, candidate, channel) for candidate in candidates]
+    fitting = [index for index, outcome in enumerate(outcomes) if limit is None or outcome.peak <= limit]
+    return candidates[min(fitting, key=lambda index: (outcomes[index].seconds, outcomes[index].peak))]
+
+
+def front(
+    chain: Chain, channel: Channel, *, limit: int | None = None, ends: Sequence[int] | None = None, resolution: int = 1
+) -> list[tuple[Outcome, Plan]]:
+    """Plans from the fastest to the one with the lowest peak: none is slower than another with as high a peak.
+
+    Args:
+        limit, ends: as in `best_plan`.
+        resolution: bytes that peaks are apart at least. With 1, the front is complete where `best_plan` is exact.
+
+    Raises:
+        ConfigError: no plan fits.
+    """
+    found: list[tuple[Outcome, Plan]] = []
+    while True:
+        plan = best_plan(chain, channel, limit=limit, ends=ends)
+        outcome = evaluate(chain, plan, channel)
+        while found and found[-1][0].seconds >= outcome.seconds:
+            found.pop()
+        found.append((outcome, plan))
+        if outcome.peak == chain.lowest_peak:
+            return found
+        limit = max(outcome.peak - resolution, chain.lowest_peak)
+
+
+def _delayed(chain: Chain, plan: Plan, channel: Channel) -> Plan:
+    """The plan with every start as late as costs nothing.
+
+    One sweep from the end: `deadline` is when compute has to be at a position for the plan to take no longer than it
+    does. Starts before a position do not change when compute reaches it before they are moved, and once they are, the
+    deadline has been told of all the starts after it.
+    """
+    reached = Clock(chain, plan, channel).reached
+    deadline = reached[-1] * (1 - NEGLIGIBLE)
+    launches = [math.inf] * len(reached)  # deadlines of compute at a position, for the collectives started there
+    buckets, next_begins, next_start = list(plan.buckets), math.inf, len(chain.seconds)
+    index, parameter = len(buckets) - 1, len(chain.parameters) - 1
+    for step in reversed(range(len(chain.seconds))):
+        deadline -= chain.seconds[step]
+        while parameter >= 0 and chain.parameters[parameter].first == step:
+            bucket = buckets[index]
+            if bucket.is_packed:
+                deadline -= chain.parameters[parameter].num_bytes / channel.copy_bandwidth
+            if parameter == bucket.begin:
+                next_begins = min(deadline, next_begins) - seconds_of(chain, bucket, channel)
+                latest = bisect_right(reached, next_begins) - 1
+                next_start = max(bucket.start, min(latest, step, next_start))
+                buckets[index] = dataclasses.replace(bucket, start=next_start)
+                launches[next_start] = min(launches[next_start], next_begins)
+                index -= 1
+            parameter -= 1
+        deadline = min(deadline, launches[step])
+    return Plan(tuple(buckets))
+
+
+class _Lows:
+    """Steps with little room: added in order, it says which is the last one with less room than asked for."""
+
+    def __init__(self) -> None:
+        self.rooms: list[float] = []
+        self.steps: list[int] = []
+
+    def add(self, step: int, room: float) -> None:
+        while self.rooms and self.rooms[-1] >= room:  # whoever does not fit there does not fit here, which is later
+            self.rooms.pop()
+            self.steps.pop()
+        self.rooms.append(room)
+        self.steps.append(step)
+
+    def last_below(self, num_bytes: int) -> int:
+        """-1 if there is room everywhere."""
+        index = bisect_left(self.rooms, num_bytes)
+        return self.steps[index - 1] if index else -1
+
+
+class _Breadth(NamedTuple):
+    """How much of what is possible is searched.
+
+    Attributes:
+        states: most states that are kept at a boundary.
+        length: most parameters of a bucket.
+        ahead: most parameters that a bucket's end is ahead of compute when it starts, in the search. The plan that is
+            found starts its buckets as early as they fit.
+    """
+
+    states: int
+    length: int
+    ahead: int
+
+    @classmethod
+    def for_chain(cls, num_parameters: int) -> _Breadth:
+        if num_parameters <= 8:  # two ways to send, cuts anywhere: fewer than 2 * 3 ** 7 states at any boundary
+            return cls(2 * 3**7, 8, 8)
+        return cls(max(8, 4096 // num_parameters), 32, 64)
+
+
+class _State(NamedTuple):
+    """A way to gather all parameters before a boundary.
+
+    Attributes:
+        now: seconds at which compute is done with the steps before the first use of the parameter at the boundary.
+        launches: launches[i] is the second at which the collective of the next bucket can begin if it has i + 1
+            parameters; what it lacks does not fit. Of more parameters, more is in memory, so they start later.
+        unpacking: bytes in buffers or copies, beyond the parameters themselves, during the step of that first use.
+        bucket: the last one, with no start yet; none at the beginning.
+    """
+
+    now: float
+    launches: tuple[float, ...]
+    unpacking: int
+    bucket: Bucket | None
+    before: _State | None
+
+    def is_no_worse(self, other: _State) -> bool:
+        """Whether all is as soon as in the other. With no more to unpack there are no fewer launches."""
+        return (
+            self.now <= other.now and self.unpacking <= other.unpacking and all(map(le, self.launches, other.launches))
+        )
+
+
+class _Step(NamedTuple):
+    """One more bucket.
+
+    Attributes:
+        bucket: with no start yet.
+        collective: seconds.
+        compute: seconds from when the bucket is there to the next boundary.
+        spare: bytes of room that it leaves during the step of its first use.
+    """
+
+    bucket: Bucket
+    collective: float
+    compute: float
+    spare: float
+
+    def candidates(self, states: Iterable[_State]) -> Iterator[_Candidate]:
+        """The states after which the bucket fits, each with this step."""
+        index = self.bucket.end - self.bucket.begin - 1
+        for state in states:
+            if index < len(state.launches) and state.unpacking <= self.spare:
+                done = state.launches[index] + self.collective
+                yield _Candidate(max(state.now, done) + self.compute, done, state, self)
+
+
+class _Candidate(NamedTuple):
+    """A state and what may follow.
+
+    Attributes:
+        now: seconds, of the state that the step leads to.
+        done: seconds at which the collective is done.
+    """
+
+    now: float
+    done: float
+    before: _State
+    step: _Step
+
+
+class _Search:
+    """Dynamic programming over the boundaries of one chain."""
+
+    def __init__(self, chain: Chain, channel: Channel, limit: int | None) -> None:
+        self.chain, self.channel = chain, channel
+        self.length = len(chain.parameters)
+        self.breadth = _Breadth.for_chain(self.length)
+        self.first = [parameter.first for parameter in chain.parameters]
+        self.position = [*self.first, len(chain.seconds)]  # of compute, at a boundary
+        self.num_bytes = [0, *accumulate(parameter.num_bytes for parameter in chain.parameters)]  # before a boundary
+        self.used = [bisect_right(self.first, step) for step in range(len(chain.seconds))]  # so many by each step
+        self.clock = [0.0, *accumulate(chain.seconds)]  # of compute that waits for nothing
+        self.room = self._rooms(math.inf if limit is None else limit)
+        # How early a bucket can start if nothing else is in memory, by its end.
+        ahead = self.breadth.ahead
+        starts = [0, *self._starts(range(1, self.length + 1), self.room)]
+        bounds = [self.first[end - ahead] if end > ahead else 0 for end in range(self.length + 1)]
+        self.earliest = list(map(max, starts, bounds))
+
+    def _rooms(self, limit: float) -> list[float]:
+        """Bytes of the first parameters that fit, at each step; those that are not needed any more take none."""
+        freed = [0] * (len(self.chain.held) + 1)
+        for parameter in self.chain.parameters:
+            freed[parameter.last + 1] += parameter.num_bytes
+        return [limit - held + free for held, free in zip(self.chain.held, accumulate(freed), strict=False)]
+
+    def _starts(self, ends: Iterable[int], rooms: Sequence[float]) -> list[int]:
+        """The first position at which a bucket can start, and fit up to the first use of its last parameter.
+
+        Later steps need no look: what is in use by then is in memory in any plan.
+        """
+        lows, starts, seen = _Lows(), [], 0
+        for end in ends:
+            for step in range(seen, self.first[end - 1] + 1):
+                lows.add(step, rooms[step])
+            seen = self.first[end - 1] + 1
+            starts.append(lows.last_below(self.num_bytes[end]) + 1)
+        return starts
+
+    def plan(self) -> Plan:
+        """The fastest plan found, every bucket started as early as it fits."""
+        launches = tuple(self.clock[start] for start in self.earliest[1 : self._reach(0) + 1])
+        states = [_State(self.clock[self.position[0]], launches, 0, None, None)]
+        candidates: list[list[_Candidate]] = [[] for _ in range(self.length + 1)]
+        for boundary in range(self.length):
+            for step in self._steps(boundary):
+                candidates[step.bucket.end] += step.candidates(states)
+            states = self._best(boundary + 1, candidates[boundary + 1])
+            candidates[boundary + 1] = []
+        return self._traced(min(states, key=lambda state: state.now))
+
+    def _reach(self, boundary: int) -> int:
+        """The last parameter, plus one, that can be gathered when compute is at the boundary."""
+        return bisect_right(self.earliest, self.position[boundary]) - 1
+
+    def _steps(self, begin: int) -> Iterator[_Step]:
+        """All buckets that can begin here."""
+        first = self.first[begin]
+        ends = range(begin + 1, min(begin + self.breadth.length, self._reach(begin)) + 1)
+        for is_packed in (False, True):
+            least, seen = math.inf, first
+            for end in ends:
+                bucket = Bucket(begin, end, -1, is_packed)
+                if is_packed:
+                    # The step that the last bucket ended at is seen again: this one may have more to unpack there.
+                    steps = range(seen, self.first[end - 1] + 1)
+                    least = min(least, *(self.room[step] - self._unpacking(bucket, step) for step in steps))
+                    seen = self.first[end - 1]
+                if least < self.num_bytes[end]:
+                    break
+                collective = self.channel.seconds(self._bytes(begin, end), 0 if is_packed else end - begin)
+                spare = self.room[first] - self._unpacking(bucket, first) - self.num_bytes[end]
+                yield _Step(bucket, collective, self._compute(bucket, self.position[end], end), spare)
+
+    def _unpacking(self, bucket: Bucket, step: int) -> int:
+        """Bytes that are in memory twice, or still in the buffer when they are no longer needed, during the step."""
+        return self._bytes(bucket.begin, min(bucket.end, self.used[step])) if bucket.is_packed else 0
+
+    def _state(self, candidate: _Candidate) -> _State:
+        """What the candidate leads to."""
+        before, bucket, done = candidate.before, candidate.step.bucket, candidate.done
+        begin, end, first = bucket.begin, bucket.end, self.first[bucket.begin]
+        last, unpacking = self.first[end - 1] if bucket.is_packed else first, 0
+        lows = _Lows()
+        for step in range(first, last + 1):
+            unpacking = self._unpacking(bucket, step) + (before.unpacking if step == first else 0)
+            lows.add(step, self.room[step] - unpacking)
+        # Buckets that end before `changed` have room during all of these steps, and could start earlier. The others
+        # start in between, at a position that compute reaches after it has waited for this bucket.
+        reach, arrival = self._reach(end), max(before.now, done)
+        changed = min(bisect_right(self.earliest, first), bisect_right(self.num_bytes, lows.rooms[0]), reach + 1)
+        launches = [max(done, launch) for launch in before.launches[end - begin : changed - begin - 1]]
+        for later in range(max(changed, end + 1), reach + 1):
+            start = max(self.earliest[later], lows.last_below(self.num_bytes[later]) + 1)
+            if start > self.position[end]:
+                break
+            launches.append(arrival + self._compute(bucket, start, self.used[start - 1]))
+        return _State(candidate.now, tuple(launches), unpacking if last == self.position[end] else 0, bucket, before)
+
+    def _bytes(self, begin: int, end: int) -> int:
+        return self.num_bytes[end] - self.num_bytes[begin]
+
+    def _compute(self, bucket: Bucket, position: int, copied: int) -> float:
+        """Seconds from when the bucket is there until compute is at the position, `copied` parameters copied out."""
+        seconds = self.clock[position] - self.clock[self.first[bucket.begin]]
+        if bucket.is_packed:
+            seconds += self._bytes(bucket.begin, min(bucket.end, copied)) / self.channel.copy_bandwidth
+        return seconds
+
+    def _best(self, boundary: int, candidates: Sequence[_Candidate]) -> list[_State]:
+        """What the candidates lead to, without states that another one is no worse than."""
+        if len(candidates) > self.breadth.states:
+            candidates = self._likely(boundary, candidates)
+        found: list[_State] = []
+        for candidate in candidates:
+            state = self._state(candidate)
+            if (state.launches or boundary == self.length) and not any(other.is_no_worse(state) for other in found):
+                found.append(state)
+        return found
+
+    def _likely(self, boundary: int, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+        """As many as are kept: the best ones at different prices of time, then the ones nearest to the lower bound.
+
+        A copy buys time of the channel with time of compute. What that is worth shows only later.
+        """
+        frontier: list[_Candidate] = []
+        for candidate in sorted(candidates, key=itemgetter(0, 1)):  # now, done
+            if not frontier or candidate.done < frontier[-1].done:
+                frontier.append(candidate)
+        most = self.breadth.states
+        if len(frontier) <= most:
+            return frontier
+        compute = self.clock[-1] - self.clock[self.position[boundary]]
+        channel = self._bytes(boundary, self.length) / self.channel.bandwidth
+        bounds = [max(candidate.now + compute, candidate.done + channel) for candidate in frontier]
+        costs = [[i * c.now + (most - 1 - i) * c.done for c in frontier] for i in range(most)]
+        best = {cost.index(min(cost)) for cost in costs}
+        rest = sorted(set(range(len(frontier))) - best, key=bounds.__getitem__)
+        return [frontier[index] for index in [*sorted(best), *rest[: most - len(best)]]]
+
+    def _traced(self, state: _State) -> Plan:
+        """The plan that leads to the state."""
+        buckets: list[Bucket] = []
+        while state.bucket is not None and state.before is not None:
+            buckets.append(state.bucket)
+            state = state.before
+        buckets.reverse()
+        rooms = list(self.room)
+        for bucket in buckets:
+            for step in range(self.first[bucket.begin], self.first[bucket.end - 1] + 1):
+                rooms[step] -= self._unpacking(bucket, step)
+        starts = self._starts([bucket.end for bucket in buckets], rooms)
+        return Plan(tuple(dataclasses.replace(b, start=start) for b, start in zip(buckets, starts, strict=True)))

@@ -1,0 +1,200 @@
+"""Planning: the plans it finds against all plans there are."""
+
+import itertools
+from random import Random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fsdp_compile.chains import Bucket, Chain, Channel, Outcome, Parameter, Plan, evaluate, plain_plan
+from fsdp_compile.errors import ConfigError
+from fsdp_compile.planning import best_plan, front
+
+# Numbers are small integers and bandwidths powers of two: sums of seconds are exact, and equal is equal.
+QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+
+@st.composite
+def chains(draw, max_parameters):
+    num_steps = draw(st.integers(1, max_parameters))
+    per_step = st.lists(st.integers(0, 8), min_size=num_steps, max_size=num_steps)
+    seconds, held = draw(per_step), draw(per_step)
+    firsts = sorted(draw(st.lists(st.integers(0, num_steps - 1), min_size=1, max_size=max_parameters)))
+    last = {first: st.just(first) | st.integers(first, num_steps - 1) for first in firsts}
+    return Chain(seconds, held, [Parameter(draw(st.integers(0, 8)), first, draw(last[first])) for first in firsts])
+
+
+def channels():
+    power = st.sampled_from([0.5, 1, 2, 4])
+    return st.builds(Channel, st.integers(0, 4), st.sampled_from([0, 0.25, 1, 2]), power, st.sampled_from([1, 4, 64]))
+
+
+def all_plans(chain):
+    """Every cut, sent either way, started at every position that is allowed."""
+    num_parameters = len(chain.parameters)
+    for cuts in itertools.product((False, True), repeat=num_parameters - 1):
+        boundaries = [0, *(index for index, is_cut in enumerate(cuts, 1) if is_cut), num_parameters]
+        pairs = list(itertools.pairwise(boundaries))
+        starts = list(nondecreasing([chain.parameters[begin].first for begin, _ in pairs]))
+        for packed in itertools.product((False, True), repeat=len(pairs)):
+            for start in starts:
+                yield Plan([Bucket(*pair, at, way) for pair, at, way in zip(pairs, start, packed, strict=True)])
+
+
+def nondecreasing(highest, least=0):
+    """All sequences that do not decrease, element by element at most `highest`, which does not decrease."""
+    if not highest:
+        yield ()
+        return
+    for value in range(least, highest[0] + 1):
+        for rest in nondecreasing(highest[1:], value):
+            yield (value, *rest)
+
+
+def check_against_all_plans(chain, channel):
+    """At every limit at which anything changes the best plan is as fast as the fastest of all plans that fit."""
+    fastest = {}  # by peak
+    for plan in all_plans(chain):
+        outcome = evaluate(chain, plan, channel)
+        fastest[outcome.peak] = min(outcome.seconds, fastest.get(outcome.peak, outcome.seconds))
+    expected = []
+    for peak in sorted(fastest):
+        if not expected or fastest[peak] < expected[-1][1]:
+            expected.append((peak, fastest[peak]))
+    for limit in sorted(fastest):
+        outcome = evaluate(chain, best_plan(chain, channel, limit=limit), channel)
+        assert outcome.peak <= limit
+        assert outcome.seconds == min(seconds for peak, seconds in fastest.items() if peak <= limit)
+    assert [(outcome.peak, outcome.seconds) for outcome, _ in reversed(front(chain, channel))] == expected
+    with pytest.raises(ConfigError, match=r" 1 are missing"):
+        best_plan(chain, channel, limit=min(fastest) - 1)
+
+
+# A start in the middle of a packed bucket, half copied out: rare among small chains.
+HALF_COPIED = [(3, 0), (2, 1), (4, 4), (2, 5), (1, 5)]
+
+
+@QUICK
+@given(chains(5), channels())
+@example(Chain([4, 2, 3, 0, 0, 2], [0] * 6, [Parameter(size, at, at) for size, at in HALF_COPIED]), Channel(3, 2, 1, 2))
+def test_the_best_plan_is_the_best_of_all_plans(chain, channel):
+    check_against_all_plans(chain, channel)
+
+
+def long_chain(random):
+    """Layers of parameters of very different bytes; some steps read two of them, some parameters are read again."""
+    num_parameters = random.randint(30, 300)
+    seconds, parameters = [], []
+    while len(parameters) < num_parameters:
+        seconds.append(random.choice([0.0, random.uniform(0, 5e-4), random.uniform(0, 5e-3)]))
+        for _ in range(random.choice([0, 1, 1, 1, 2])):
+            parameters.append((random.choice([4 << 10, 1 << 20, 64 << 20]), len(seconds) - 1))
+    last = len(seconds) - 1
+    held = [random.randint(0, 64 << 20) for _ in seconds]
+    reads = [(size, first, random.choice([first] * 9 + [random.randint(first, last)])) for size, first in parameters]
+    return Chain(seconds, held, [Parameter(*read) for read in reads])
+
+
+def units_of(chain, random):
+    return [*sorted(random.sample(range(1, len(chain.parameters)), 8)), len(chain.parameters)]
+
+
+LINK = Channel(start=2e-5, per_message=5e-6, bandwidth=5e10, copy_bandwidth=1e12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_best_plan_is_never_slower_than_a_plain_one_that_fits(seed):
+    random = Random(seed)
+    chain = long_chain(random)
+    ends = units_of(chain, random)
+    plain = [evaluate(chain, plain_plan(chain, ends, is_packed=way), LINK) for way in (False, True)]
+    for limit in (chain.lowest_peak, chain.lowest_peak + 1, min(p.peak for p in plain), max(p.peak for p in plain)):
+        outcome = evaluate(chain, best_plan(chain, LINK, limit=limit, ends=ends), LINK)
+        assert outcome.peak <= limit
+        assert all(outcome.seconds <= p.seconds for p in plain if p.peak <= limit)
+    unlimited = evaluate(chain, best_plan(chain, LINK, ends=ends), LINK)
+    assert unlimited.seconds <= min(p.seconds for p in plain)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plan_of_a_long_chain_is_a_plan(seed):
+    chain = long_chain(Random(seed))
+    buckets = best_plan(chain, LINK, limit=chain.lowest_peak + (200 << 20)).buckets
+    assert [bucket.begin for bucket in buckets] == [0, *(bucket.end for bucket in buckets[:-1])]
+    assert buckets[-1].end == len(chain.parameters)
+    assert all(bucket.begin < bucket.end for bucket in buckets)
+    assert all(a.start <= b.start for a, b in itertools.pairwise(buckets))
+    assert all(0 <= bucket.start <= chain.parameters[bucket.begin].first for bucket in buckets)
+
+
+def test_the_front_of_a_long_chain_gives_bytes_for_seconds():
+    chain = long_chain(Random(0))
+    outcomes = [outcome for outcome, _ in front(chain, LINK, resolution=20 << 20)]
+    assert len(outcomes) > 2
+    assert outcomes[-1].peak == chain.lowest_peak
+    for faster, smaller in itertools.pairwise(outcomes):
+        assert faster.seconds < smaller.seconds
+        assert faster.peak > smaller.peak
+
+
+# Three steps of 4 seconds, a parameter each; 1 byte a second.
+THREE = Chain([4, 4, 4], [0, 0, 0], [Parameter(2, 0, 0), Parameter(3, 1, 1), Parameter(5, 2, 2)])
+
+
+def channel(start=0, per_message=0, copy_bandwidth=1):
+    return Channel(start, per_message, 1, copy_bandwidth)
+
+
+def test_what_a_plan_takes():
+    """Compute waits 2 s for the first, not for the second, and 1 s of the 5 for the third."""
+    buckets = [Bucket(0, 1, 0, False), Bucket(1, 2, 0, False), Bucket(2, 3, 1, False)]
+    assert evaluate(THREE, Plan(buckets), channel()) == Outcome(seconds=15, exposed=3, peak=8)
+
+
+def test_what_a_packed_bucket_takes():
+    """Twice in memory during the second step: 3 bytes copied, of a buffer of 8. 8 s to gather, 8 to copy."""
+    buckets = [Bucket(0, 1, 0, False), Bucket(1, 3, 1, True)]
+    assert evaluate(THREE, Plan(buckets), channel()) == Outcome(seconds=30, exposed=10, peak=13)
+
+
+def test_the_plain_plan_starts_each_unit_with_the_unit_before():
+    buckets = (Bucket(0, 1, 0, False), Bucket(1, 2, 0, False), Bucket(2, 3, 1, False))
+    assert plain_plan(THREE, [1, 2, 3]).buckets == buckets
+    assert [bucket.start for bucket in plain_plan(THREE, [1, 2, 3], depth=0).buckets] == [0, 1, 2]
+    assert [bucket.start for bucket in plain_plan(THREE, [1, 2, 3], depth=2).buckets] == [0, 0, 0]
+
+
+def test_a_start_that_costs_nothing_is_late():
+    """Gathering the second parameter takes 3 s; the step before its use takes 4."""
+    chain = Chain([4, 4, 4], [0, 0, 0], [Parameter(2, 0, 0), Parameter(3, 2, 2)])
+    assert best_plan(chain, channel()).buckets == (Bucket(0, 1, 0, False), Bucket(1, 2, 1, False))
+
+
+def test_a_start_that_later_ones_wait_for_is_not_late():
+    """The second gather fits once the first parameter is gone: the first must not delay that. The third can be late."""
+    chain = Chain([4] * 6, [0] * 6, [Parameter(3, 1, 1), Parameter(12, 3, 3), Parameter(1, 5, 5)])
+    assert [bucket.start for bucket in best_plan(chain, channel(), limit=13).buckets] == [0, 2, 4]
+
+
+def test_small_parameters_travel_together_and_large_ones_apart():
+    parameters = [Parameter(1 if step < 4 else 32, step, step) for step in range(6)]
+    chain = Chain([4] * 4 + [40] * 2, [0] * 6, parameters)
+
+    def buckets(channel):
+        return [(bucket.begin, bucket.end, bucket.is_packed) for bucket in best_plan(chain, channel).buckets]
+
+    assert buckets(channel(start=8)) == [(0, 4, False), (4, 5, False), (5, 6, False)]
+    assert buckets(channel(start=8, per_message=2)) == [(0, 4, True), (4, 5, False), (5, 6, False)]
+
+
+def test_a_limit_that_nothing_fits_is_refused():
+    with pytest.raises(ConfigError, match="no plan fits into 4 bytes: 5 are in use at once .* 1 are missing"):
+        best_plan(THREE, channel(), limit=4)
+
+
+def test_a_chain_without_parameters_has_a_plan_without_buckets():
+    chain = Chain([1, 2], [3, 4], [])
+    assert evaluate(chain, best_plan(chain, channel(), limit=4), channel()) == Outcome(seconds=3, exposed=0, peak=4)
+    with pytest.raises(ConfigError, match="1 are missing"):
+        best_plan(chain, channel(), limit=3)
