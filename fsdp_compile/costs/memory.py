@@ -20,7 +20,7 @@ import torch.fx
 from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
 from ..passes.insert_free import full_buffers
-from .nodes import is_item, is_kernel, kernels_of, num_bytes
+from .nodes import Fused, is_item, is_kernel, kernels_of, num_bytes
 
 CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "reductions", "activations", "temporaries", "inputs")
 """Shards, states of the optimizer, gradients of shards; full parameters, gradients that are being reduced; what the
@@ -63,7 +63,7 @@ class _Life:
 
 
 def memory_of(
-    graphs: RewrittenGraphs, *, is_fused: bool, optimizer_bytes: int = 0, reduction_workspace: float = 0.0
+    graphs: RewrittenGraphs, *, is_fused: Fused, optimizer_bytes: int = 0, reduction_workspace: float = 0.0
 ) -> Memory:
     """What a rank holds during forward and backward.
 
@@ -113,7 +113,7 @@ def _is_shard(node: torch.fx.Node) -> bool:
     )
 
 
-def _lives(graph: torch.fx.Graph, *, is_fused: bool, saved: Collection[torch.fx.Node]) -> dict[torch.fx.Node, _Life]:
+def _lives(graph: torch.fx.Graph, *, is_fused: Fused, saved: Collection[torch.fx.Node]) -> dict[torch.fx.Node, _Life]:
     """The lives of all tensors that the graph brings into memory."""
     time = analysis.positions(graph)
     not_written: set[torch.fx.Node] = set()
@@ -129,7 +129,7 @@ def _lives(graph: torch.fx.Graph, *, is_fused: bool, saved: Collection[torch.fx.
             if size := num_bytes(tensor.meta.get("val")):
                 ends = [_end(reader, time) for reader in analysis.uses(tensor) if not ops.is_call(reader, ops.FREE)]
                 lives[tensor] = _Life(time[node], max(ends), size, category_of(tensor))
-    return _with_reuse(lives) if is_fused else lives
+    return _with_reuse(lives) if is_fused is True else lives
 
 
 def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Life]:

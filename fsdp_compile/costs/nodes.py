@@ -6,7 +6,8 @@ A kernel takes the longer of its arithmetic and its traffic with memory (the roo
 
 FLOPs are those of torch.utils.flop_counter, where a multiply-add is two; operators that it does not know do one for
 each element that they return. A compiler fuses light operators between heavy ones: together they read what comes from
-outside and write what is read outside. Without a compiler each operator is a kernel.
+outside and write what is read outside. Without a compiler each operator of the graph is a kernel; of torch without any
+graph, each operator before it was decomposed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx
@@ -22,6 +23,16 @@ from torch.utils.flop_counter import flop_registry
 
 from ..passes import analysis, ops
 from .hardware import Hardware
+
+Fused = bool | Literal["operators"]
+"""Whether a compiler fuses light operators; "operators" where torch runs without tracing and decomposition."""
+
+_ATEN = torch.ops.aten
+# Models on the meta device are traced as for the CPU, whose attention torch (2.11 to 2.13) has no formula for.
+_SAME_FLOPS = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +58,7 @@ class Kernel:
         return hardware.kernel_start + max(arithmetic, self.num_bytes / hardware.memory_bandwidth)
 
 
-def kernels_of(graph: torch.fx.Graph, *, is_fused: bool) -> list[Kernel]:
+def kernels_of(graph: torch.fx.Graph, *, is_fused: Fused) -> list[Kernel]:
     """The kernels of a scheduled graph, in order; its collectives, waits, moves and views are none.
 
     Args:
@@ -61,12 +72,24 @@ def kernels_of(graph: torch.fx.Graph, *, is_fused: bool) -> list[Kernel]:
         if not is_kernel(node):
             continue
         is_light = not analysis.is_heavy(node)
-        if is_fused and is_light and can_join:
+        if is_light and can_join and _is_fused_with(groups[-1][-1], node, is_fused):
             groups[-1].append(node)
         else:
             groups.append([node])
         can_join = is_light and not ops.is_call(node, ops.PACK)
     return [_kernel(group) for group in groups]
+
+
+def _is_fused_with(previous: torch.fx.Node, node: torch.fx.Node, is_fused: Fused) -> bool:
+    if is_fused != "operators":
+        return is_fused
+    return _origin(node) is not None and _origin(previous) == _origin(node)
+
+
+def _origin(node: torch.fx.Node) -> tuple[str, int] | None:
+    """The operator that a node was decomposed from: its name, for graphs and with them operators are copied."""
+    name, call = node.meta.get("original_aten"), node.meta.get("seq_nr")
+    return None if name is None or call is None else (str(name), call)
 
 
 def is_kernel(node: torch.fx.Node) -> bool:
@@ -75,17 +98,37 @@ def is_kernel(node: torch.fx.Node) -> bool:
         return False
     if ops.is_collective(node) or ops.is_call(node, ops.WAIT, ops.FREE, ops.STORE, ops.MOVE, ops.RESHARD):
         return False
-    return bool(_tensors(node.meta.get("val"))) and not analysis.is_alias(node)
+    return bool(_tensors(_value(node))) and not analysis.is_alias(node)
 
 
 def flops_of(node: torch.fx.Node) -> float:
     """FLOPs of one operator, a multiply-add being two."""
-    target: Any = node.target
-    formula = flop_registry.get(getattr(target, "overloadpacket", target))
+    target, arguments = _call(node)
+    packet = getattr(target, "overloadpacket", target)
+    formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if formula is None:
-        return float(sum(value.numel() for value in _tensors(node.meta["val"]))) if not ops.is_dialect(node) else 0.0
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+        return float(sum(value.numel() for value in _tensors(_value(node)))) if not ops.is_dialect(node) else 0.0
+    args, kwargs = torch.fx.map_arg((arguments, node.kwargs), lambda argument: argument.meta["val"])
+    return float(formula(*args, **kwargs, out_val=_value(node)))
+
+
+def _call(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """The operator that a node calls and its arguments.
+
+    Operators that may draw random numbers (attention may) and are computed again in the backward are arguments
+    themselves, of one that saves or restores the state of the generator.
+    """
+    for index, argument in enumerate(node.args):
+        if isinstance(argument, torch._ops.OpOverload):
+            return argument, node.args[index + 1 :]
+    return node.target, node.args
+
+
+def _value(node: torch.fx.Node) -> Any:
+    """What a node returns; where torch does not say (of those that save the state), what is taken out of that."""
+    if "val" in node.meta:
+        return node.meta["val"]
+    return [_value(user) for user in node.users if is_item(user)]
 
 
 def num_bytes(value: Any) -> int:
@@ -101,8 +144,9 @@ def _kernel(nodes: Sequence[torch.fx.Node]) -> Kernel:
             if _base(source) not in inside:
                 read[source] = max(read.get(source, 0), _read_of(node, source))
     written = tuple(node for node in nodes if any(user not in inside for user in _readers(node)))
-    total = sum(read.values()) + sum(num_bytes(node.meta["val"]) for node in written)
-    dtype = _tensors(max(nodes, key=flops_of).meta["val"])[0].dtype
+    total = sum(read.values()) + sum(num_bytes(_value(node)) for node in written)
+    heaviest = _tensors(_value(max(nodes, key=flops_of)))
+    dtype = max(heaviest, key=torch.Tensor.numel).dtype
     return Kernel(tuple(nodes), written, sum(map(flops_of, nodes)), dtype, total)
 
 
@@ -140,5 +184,6 @@ def _base(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [item for item in values if isinstance(item, torch.Tensor)]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []

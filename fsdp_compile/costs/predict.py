@@ -12,7 +12,7 @@ from ..passes import analysis, ops
 from .collectives import Ring
 from .hardware import Hardware
 from .memory import CATEGORIES, Memory, memory_of
-from .nodes import kernels_of, num_bytes
+from .nodes import Fused, kernels_of, num_bytes
 from .timeline import COMPUTE, Timeline, simulate
 
 _GIB = 2**30
@@ -97,14 +97,15 @@ def predict(
     hardware: Hardware,
     *,
     optimizer: str = "adam",
-    is_fused: bool = True,
+    is_fused: Fused = True,
     rings: Mapping[str, Ring] | None = None,
 ) -> Prediction:
     """What a step of these graphs takes of a rank of this hardware.
 
     Args:
         optimizer: one of `OPTIMIZERS`.
-        is_fused: whether a compiler fuses light operators (Inductor does, "aot_eager" does not).
+        is_fused: whether a compiler fuses light operators (Inductor does, "aot_eager" does not); "operators" for
+            torch that is not compiled at all.
         rings: of the process groups that the graphs name; None takes ranks to be numbered node by node, neighbours
             to shard together.
 

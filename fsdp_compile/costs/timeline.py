@@ -16,7 +16,7 @@ from ..passes import ops
 from . import collectives
 from .collectives import Ring
 from .hardware import Hardware
-from .nodes import Kernel, kernels_of, num_bytes
+from .nodes import Fused, Kernel, kernels_of, num_bytes
 
 COMPUTE = "compute"
 
@@ -62,7 +62,7 @@ class Timeline:
         return max(self.compute, *self.communication.values(), 0.0)
 
 
-def simulate(graphs: RewrittenGraphs, hardware: Hardware, rings: Mapping[str, Ring], *, is_fused: bool) -> Timeline:
+def simulate(graphs: RewrittenGraphs, hardware: Hardware, rings: Mapping[str, Ring], *, is_fused: Fused) -> Timeline:
     """The timeline of the graphs on this hardware.
 
     Args:
