@@ -136,6 +136,7 @@ def _nvidia(
     nvlink: Link,
     network: Link,
     host: float,
+    efficiency: float,
     fp8: float | None = None,
 ) -> Hardware:
     flops: dict[str, Any] = {"bfloat16": bf16 * _TERA, "float16": bf16 * _TERA, "float32": tf32 * _TERA}
@@ -144,7 +145,7 @@ def _nvidia(
     return Hardware(
         name=name,
         flops=flops,
-        efficiency=0.7,
+        efficiency=efficiency,
         memory_bandwidth=memory_bandwidth * _GIGA,
         memory=int(memory * _GIGA),
         ranks_per_node=8,
@@ -160,12 +161,18 @@ def _nvidia(
 # Dense peaks and memory from NVIDIA's data sheets (float32: TF32). Bus bandwidths and latencies of NVLink and network
 # from the tuning constants of NCCL for rings with the SIMPLE protocol, one network card for each GPU of a node.
 _NVLINK_HOP, _NETWORK_HOP = 3.4 * _MICRO, 14 * _MICRO
-_A100_LINKS: dict[str, Any] = {
+# Efficiencies: the least squares of log(predicted / published) over published training runs, one number for A100 and
+# one for H100 (benchmarks/published.py --fit; docs/performance.md has the table). H200 is an H100 with more memory; for B200
+# nothing was fitted, it has H100's.
+_A100_EFFICIENCY, _H100_EFFICIENCY = 0.74, 0.58
+_A100: dict[str, Any] = {
+    "efficiency": _A100_EFFICIENCY,
     "nvlink": Link(240 * _GIGA, _NVLINK_HOP),
     "network": Link(25 * _GIGA, _NETWORK_HOP),
     "host": 25.0,
 }
-_H100_LINKS: dict[str, Any] = {
+_H100: dict[str, Any] = {
+    "efficiency": _H100_EFFICIENCY,
     "nvlink": Link(370 * _GIGA, _NVLINK_HOP),
     "network": Link(50 * _GIGA, _NETWORK_HOP),
     "host": 55.0,
@@ -174,12 +181,13 @@ _H100_LINKS: dict[str, Any] = {
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        _nvidia("a100-40", bf16=312, tf32=156, memory_bandwidth=1555, memory=40, **_A100_LINKS),
-        _nvidia("a100-80", bf16=312, tf32=156, memory_bandwidth=2039, memory=80, **_A100_LINKS),
-        _nvidia("h100", bf16=989, tf32=494, fp8=1979, memory_bandwidth=3350, memory=80, **_H100_LINKS),
-        _nvidia("h200", bf16=989, tf32=494, fp8=1979, memory_bandwidth=4800, memory=141, **_H100_LINKS),
+        _nvidia("a100-40", bf16=312, tf32=156, memory_bandwidth=1555, memory=40, **_A100),
+        _nvidia("a100-80", bf16=312, tf32=156, memory_bandwidth=2039, memory=80, **_A100),
+        _nvidia("h100", bf16=989, tf32=494, fp8=1979, memory_bandwidth=3350, memory=80, **_H100),
+        _nvidia("h200", bf16=989, tf32=494, fp8=1979, memory_bandwidth=4800, memory=141, **_H100),
         _nvidia(
             "b200",
+            efficiency=_H100_EFFICIENCY,
             bf16=2250,
             tf32=1125,
             fp8=4500,
