@@ -162,8 +162,8 @@ def _nvidia(
 # from the tuning constants of NCCL for rings with the SIMPLE protocol, one network card for each GPU of a node.
 _NVLINK_HOP, _NETWORK_HOP = 3.4 * _MICRO, 14 * _MICRO
 # Efficiencies: the least squares of log(predicted / published) over published training runs, one number for A100 and
-# one for H100 (benchmarks/published.py --fit; docs/performance.md has the table). H200 is an H100 with more memory; for B200
-# nothing was fitted, it has H100's.
+# one for H100 (benchmarks/published.py --fit, docs/performance.md). H200 is an H100 with more memory; for B200 nothing
+# was fitted: it has the efficiency of H100.
 _A100_EFFICIENCY, _H100_EFFICIENCY = 0.74, 0.58
 _A100: dict[str, Any] = {
     "efficiency": _A100_EFFICIENCY,
