@@ -126,7 +126,7 @@ def measure(name: str, strategy: str, backend: str) -> Result:
         model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model(*inputs).backward()
-    predicted = memory_of(model.graphs[-1], is_fused=backend == "inductor")
+    predicted = memory_of(model.graphs[-1], compiler=backend)
     resident = predicted.moments[0].held
     return Result(predicted, allocated(profiler) + resident["shards"] + resident["inputs"])
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsdp_compile import rewrite
 from fsdp_compile.costs.hardware import HARDWARE, Hardware, Link
-from fsdp_compile.costs.nodes import Fused
+from fsdp_compile.costs.nodes import Compiler
 from fsdp_compile.costs.predict import Prediction, predict, rings_of
 from fsdp_compile.costs.timeline import simulate
 from fsdp_compile.graphs import RewrittenGraphs
@@ -102,8 +102,8 @@ class Row:
         return *sizes, self.checkpointing, self.policy, self.weights, self.strategy
 
     @property
-    def is_fused(self) -> Fused:
-        return True if self.is_compiled else "operators"
+    def compiler(self) -> Compiler:
+        return "inductor" if self.is_compiled else "eager"
 
     @property
     def is_in_flops(self) -> bool:
@@ -244,7 +244,7 @@ class Result:
 
 
 def result_of(row: Row, graphs: RewrittenGraphs) -> Result:
-    return Result(row, predict(graphs, row.hardware, optimizer=row.optimizer, is_fused=row.is_fused))
+    return Result(row, predict(graphs, row.hardware, optimizer=row.optimizer, compiler=row.compiler))
 
 
 def ratio_by_efficiency(result: Result, graphs: RewrittenGraphs, efficiencies: Sequence[float]) -> list[float]:
@@ -252,7 +252,7 @@ def ratio_by_efficiency(result: Result, graphs: RewrittenGraphs, efficiencies: S
     row, ratios = result.row, []
     for efficiency in efficiencies:
         hardware = dataclasses.replace(row.hardware, efficiency=efficiency)
-        timeline = simulate(graphs, hardware, rings_of(graphs, hardware), is_fused=row.is_fused)
+        timeline = simulate(graphs, hardware, rings_of(graphs, hardware), compiler=row.compiler)
         prediction = dataclasses.replace(result.prediction, timeline=timeline)
         ratios.append(Result(row, prediction).ratio)
     return ratios

@@ -176,8 +176,8 @@ def _explain(model: nn.Module, hardware: Hardware | str | None = None, *, optimi
         ConfigError: no such hardware or optimizer.
     """
     sharding = sharding_of(model)
-    is_fused = sharding.compile is None or sharding.compile.config.backend == "inductor"
-    return explain(sharding.graphs, hardware, optimizer=optimizer, is_fused=is_fused)
+    compiler: Any = sharding.compile.config.backend if sharding.compile is not None else "inductor"
+    return explain(sharding.graphs, hardware, optimizer=optimizer, compiler=compiler)
 
 
 def _clip_grad_norm_(

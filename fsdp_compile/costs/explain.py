@@ -14,7 +14,7 @@ from ..graphs import RewrittenGraphs
 from ..passes import ops
 from .hardware import HARDWARE, Hardware, find_hardware
 from .memory import CATEGORIES
-from .nodes import num_bytes
+from .nodes import Compiler, num_bytes
 from .predict import OPTIMIZERS, Prediction, predict
 
 _SHOWN = 3  # waits that are listed
@@ -47,14 +47,14 @@ def explain(
     hardware: Hardware | str | None = None,
     *,
     optimizer: str = "adam",
-    is_fused: bool = True,
+    compiler: Compiler = "inductor",
 ) -> Explanation:
     """What was decided in these graphs, and what a step of them is predicted to take.
 
     Args:
         hardware: one of `HARDWARE` by name, a file that `calibrate` wrote, or a description; None is the GPU at hand.
         optimizer: one of `OPTIMIZERS`.
-        is_fused: whether a compiler fuses light operators (Inductor does, "aot_eager" does not).
+        compiler: what compiles the graphs; see `nodes.Compiler`.
 
     Raises:
         ConfigError: there is no such hardware or optimizer, or no GPU that is known.
@@ -63,7 +63,7 @@ def explain(
         raise ConfigError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     if not isinstance(hardware, Hardware):
         hardware = find_hardware(hardware if hardware is not None else _name_of_gpu())
-    predictions = [predict(each, hardware, optimizer=optimizer, is_fused=is_fused) for each in graphs]
+    predictions = [predict(each, hardware, optimizer=optimizer, compiler=compiler) for each in graphs]
     return Explanation(graphs, predictions)
 
 

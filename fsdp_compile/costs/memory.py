@@ -20,7 +20,7 @@ import torch.fx
 from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
 from ..passes.insert_free import full_buffers
-from .nodes import Fused, is_item, is_kernel, kernels_of, num_bytes
+from .nodes import Compiler, is_item, is_kernel, kernels_of, num_bytes
 
 CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "reductions", "activations", "temporaries", "inputs")
 """Shards, states of the optimizer, gradients of shards; full parameters, gradients that are being reduced; what the
@@ -63,12 +63,12 @@ class _Life:
 
 
 def memory_of(
-    graphs: RewrittenGraphs, *, is_fused: Fused, optimizer_bytes: int = 0, reduction_workspace: float = 0.0
+    graphs: RewrittenGraphs, *, compiler: Compiler, optimizer_bytes: int = 0, reduction_workspace: float = 0.0
 ) -> Memory:
     """What a rank holds during forward and backward.
 
     Args:
-        is_fused: whether a compiler fuses light operators.
+        compiler: what compiles the graphs; see `nodes.Compiler`.
         optimizer_bytes: of the states of the optimizer; Adam in float32 has 8 for each element of a shard.
         reduction_workspace: bytes that a reduce-scatter takes for itself, for each byte that it reduces.
     """
@@ -77,7 +77,7 @@ def memory_of(
     for node in analysis.inputs(forward):
         resident["shards" if _is_shard(node) else "inputs"] += num_bytes(node.meta["val"])
     received = {} if graphs.backward is None else _received(forward, graphs.backward.graph)
-    life_of_tensor = _lives(forward, is_fused=is_fused, saved=received.keys())
+    life_of_tensor = _lives(forward, compiler=compiler, saved=received.keys())
     moments = _moments("forward", forward, life_of_tensor.values(), resident)
     if graphs.backward is not None:
         backward = graphs.backward.graph
@@ -87,7 +87,7 @@ def memory_of(
             for tensor, life in life_of_tensor.items()
             if (saved := received.keys() & set(analysis.aliases(tensor)))
         ]
-        lives = [*carried, *_lives(backward, is_fused=is_fused, saved=()).values()]
+        lives = [*carried, *_lives(backward, compiler=compiler, saved=()).values()]
         lives += _workspaces(backward, reduction_workspace)
         moments += _moments("backward", backward, lives, resident)
     return Memory(moments)
@@ -113,11 +113,13 @@ def _is_shard(node: torch.fx.Node) -> bool:
     )
 
 
-def _lives(graph: torch.fx.Graph, *, is_fused: Fused, saved: Collection[torch.fx.Node]) -> dict[torch.fx.Node, _Life]:
+def _lives(
+    graph: torch.fx.Graph, *, compiler: Compiler, saved: Collection[torch.fx.Node]
+) -> dict[torch.fx.Node, _Life]:
     """The lives of all tensors that the graph brings into memory."""
     time = analysis.positions(graph)
     not_written: set[torch.fx.Node] = set()
-    for kernel in kernels_of(graph, is_fused=is_fused):
+    for kernel in kernels_of(graph, compiler=compiler):
         time |= dict.fromkeys(kernel.nodes, time[kernel.nodes[-1]])  # a kernel reads and writes at one time
         not_written |= set(kernel.nodes) - set(kernel.written)
     category_of = _categories(graph, saved)
@@ -129,7 +131,7 @@ def _lives(graph: torch.fx.Graph, *, is_fused: Fused, saved: Collection[torch.fx
             if size := num_bytes(tensor.meta.get("val")):
                 ends = [_end(reader, time) for reader in analysis.uses(tensor) if not ops.is_call(reader, ops.FREE)]
                 lives[tensor] = _Life(time[node], max(ends), size, category_of(tensor))
-    return _with_reuse(lives) if is_fused is True else lives
+    return _with_reuse(lives) if compiler == "inductor" else lives
 
 
 def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Life]:

@@ -24,8 +24,9 @@ from torch.utils.flop_counter import flop_registry
 from ..passes import analysis, ops
 from .hardware import Hardware
 
-Fused = bool | Literal["operators"]
-"""Whether a compiler fuses light operators; "operators" where torch runs without tracing and decomposition."""
+Compiler = Literal["inductor", "aot_eager", "eager"]
+"""What makes kernels of the graph: Inductor fuses light operators; "aot_eager" has a kernel for each node, and "eager",
+torch without any graph, one for each operator before it was decomposed."""
 
 _ATEN = torch.ops.aten
 # Models on the meta device are traced as for the CPU, whose attention torch (2.11 to 2.13) has no formula for.
@@ -58,11 +59,11 @@ class Kernel:
         return hardware.kernel_start + max(arithmetic, self.num_bytes / hardware.memory_bandwidth)
 
 
-def kernels_of(graph: torch.fx.Graph, *, is_fused: Fused) -> list[Kernel]:
+def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
     """The kernels of a scheduled graph, in order; its collectives, waits, moves and views are none.
 
     Args:
-        is_fused: whether a compiler fuses light operators.
+        compiler: what compiles the graph.
     """
     groups: list[list[torch.fx.Node]] = []
     can_join = False
@@ -72,7 +73,7 @@ def kernels_of(graph: torch.fx.Graph, *, is_fused: Fused) -> list[Kernel]:
         if not is_kernel(node):
             continue
         is_light = not analysis.is_heavy(node)
-        if is_light and can_join and _is_fused_with(groups[-1][-1], node, is_fused):
+        if is_light and can_join and _is_fused_with(groups[-1][-1], node, compiler):
             groups[-1].append(node)
         else:
             groups.append([node])
@@ -80,9 +81,9 @@ def kernels_of(graph: torch.fx.Graph, *, is_fused: Fused) -> list[Kernel]:
     return [_kernel(group) for group in groups]
 
 
-def _is_fused_with(previous: torch.fx.Node, node: torch.fx.Node, is_fused: Fused) -> bool:
-    if is_fused != "operators":
-        return is_fused
+def _is_fused_with(previous: torch.fx.Node, node: torch.fx.Node, compiler: Compiler) -> bool:
+    if compiler != "eager":
+        return compiler == "inductor"
     return _origin(node) is not None and _origin(previous) == _origin(node)
 
 

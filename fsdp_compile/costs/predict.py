@@ -12,7 +12,7 @@ from ..passes import analysis, ops
 from .collectives import Ring
 from .hardware import Hardware
 from .memory import CATEGORIES, Memory, memory_of
-from .nodes import Fused, kernels_of, num_bytes
+from .nodes import Compiler, kernels_of, num_bytes
 from .timeline import COMPUTE, Timeline, simulate
 
 _GIB = 2**30
@@ -97,15 +97,14 @@ def predict(
     hardware: Hardware,
     *,
     optimizer: str = "adam",
-    is_fused: Fused = True,
+    compiler: Compiler = "inductor",
     rings: Mapping[str, Ring] | None = None,
 ) -> Prediction:
     """What a step of these graphs takes of a rank of this hardware.
 
     Args:
         optimizer: one of `OPTIMIZERS`.
-        is_fused: whether a compiler fuses light operators (Inductor does, "aot_eager" does not); "operators" for
-            torch that is not compiled at all.
+        compiler: what compiles the graphs; see `nodes.Compiler`.
         rings: of the process groups that the graphs name; None takes ranks to be numbered node by node, neighbours
             to shard together.
 
@@ -115,17 +114,17 @@ def predict(
     of_optimizer = OPTIMIZERS[optimizer]
     gradients = _gradient_bytes(graphs)
     kernels = {
-        side.title: kernels_of(side.graph, is_fused=is_fused) for side in (graphs.forward, graphs.backward) if side
+        side.title: kernels_of(side.graph, compiler=compiler) for side in (graphs.forward, graphs.backward) if side
     }
     flops = {title: sum(kernel.flops for kernel in found) for title, found in kernels.items()}
     all_kernels = [kernel for found in kernels.values() for kernel in found]
     main_dtype = max(all_kernels, key=lambda kernel: kernel.flops).dtype if all_kernels else torch.float32
     return Prediction(
         hardware,
-        simulate(graphs, hardware, rings_of(graphs, hardware) if rings is None else rings, is_fused=is_fused),
+        simulate(graphs, hardware, rings_of(graphs, hardware) if rings is None else rings, compiler=compiler),
         memory_of(
             graphs,
-            is_fused=is_fused,
+            compiler=compiler,
             optimizer_bytes=int(of_optimizer.states * gradients),
             reduction_workspace=hardware.reduction_workspace,
         ),

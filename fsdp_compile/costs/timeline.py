@@ -16,7 +16,7 @@ from ..passes import ops
 from . import collectives
 from .collectives import Ring
 from .hardware import Hardware
-from .nodes import Fused, Kernel, kernels_of, num_bytes
+from .nodes import Compiler, Kernel, kernels_of, num_bytes
 
 COMPUTE = "compute"
 
@@ -62,17 +62,17 @@ class Timeline:
         return max(self.compute, *self.communication.values(), 0.0)
 
 
-def simulate(graphs: RewrittenGraphs, hardware: Hardware, rings: Mapping[str, Ring], *, is_fused: Fused) -> Timeline:
+def simulate(graphs: RewrittenGraphs, hardware: Hardware, rings: Mapping[str, Ring], *, compiler: Compiler) -> Timeline:
     """The timeline of the graphs on this hardware.
 
     Args:
         rings: of every process group that the graphs name.
-        is_fused: whether a compiler fuses light operators.
+        compiler: what compiles the graphs; see `nodes.Compiler`.
     """
     clock = _Clock(hardware, rings)
     for side in (graphs.forward, graphs.backward):
         if side is not None:
-            clock.run(side.graph, kernels_of(side.graph, is_fused=is_fused))
+            clock.run(side.graph, kernels_of(side.graph, compiler=compiler))
     end = max([clock.now, *clock.free_at.values()])
     return Timeline(clock.events, clock.exposed, end, clock.compute)
 

@@ -24,9 +24,9 @@ def test_a_multiply_add_is_two_flops():
 
 def test_light_operators_between_heavy_ones_are_one_kernel():
     graph = forward_of(Chain(up=nn.Linear(4, 8), act=nn.Tanh(), rectified=nn.ReLU(), down=nn.Linear(8, 4)), rows())
-    fused = kernels_of(graph, is_fused=True)
+    fused = kernels_of(graph, compiler="inductor")
     assert ["tanh", "relu"] in [[name for name in found if "copy_out" not in name] for found in names(fused)]
-    single = kernels_of(graph, is_fused=False)
+    single = kernels_of(graph, compiler="aot_eager")
     assert all(len(kernel.nodes) == 1 for kernel in single)
     assert sum(kernel.num_bytes for kernel in fused) <= sum(kernel.num_bytes for kernel in single)
     assert sum(kernel.flops for kernel in fused) == sum(kernel.flops for kernel in single)
@@ -35,14 +35,14 @@ def test_light_operators_between_heavy_ones_are_one_kernel():
 def test_the_traffic_of_a_matmul():
     """Rows f32[3, 4] and the weight f32[8, 4] and bias f32[8] are read, f32[3, 8] is written."""
     graph = forward_of(Chain(up=nn.Linear(4, 8)), rows(4, 3))
-    (kernel,) = [found for found in kernels_of(graph, is_fused=False) if found.nodes[0].name == "addmm"]
+    (kernel,) = [found for found in kernels_of(graph, compiler="aot_eager") if found.nodes[0].name == "addmm"]
     assert kernel.num_bytes == 4 * (3 * 4 + 8 * 4 + 8 + 3 * 8)
     assert kernel.dtype == torch.float32
 
 
 def test_a_copy_reads_and_writes_one_parameter():
     graph = forward_of(Chain(up=nn.Linear(4, 8)), rows(4, 3))
-    copies = [found for found in kernels_of(graph, is_fused=False) if "copy_out" in found.nodes[0].name]
+    copies = [found for found in kernels_of(graph, compiler="aot_eager") if "copy_out" in found.nodes[0].name]
     assert [kernel.num_bytes for kernel in copies] == [2 * 4 * 32, 2 * 4 * 8]
 
 

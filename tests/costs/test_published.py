@@ -62,12 +62,12 @@ def test_flops_of_the_forward_are_those_of_the_formula(graphs):
 
 
 def test_without_a_compiler_an_operator_is_one_kernel(graphs):
-    def kernels_with(origin, is_fused):
-        kernels = kernels_of(graphs.forward.graph, is_fused=is_fused)
+    def kernels_with(origin, compiler):
+        kernels = kernels_of(graphs.forward.graph, compiler=compiler)
         return sum(any(str(node.meta.get("original_aten")) == origin for node in kernel.nodes) for kernel in kernels)
 
-    assert kernels_with("aten.gelu.default", "operators") == TINY.layers
-    assert kernels_with("aten.gelu.default", False) > TINY.layers
+    assert kernels_with("aten.gelu.default", "eager") == TINY.layers
+    assert kernels_with("aten.gelu.default", "aot_eager") > TINY.layers
 
 
 def test_checkpointing_takes_time_and_saves_memory(graphs):
