@@ -164,7 +164,7 @@ _NVLINK_HOP, _NETWORK_HOP = 3.4 * _MICRO, 14 * _MICRO
 # Efficiencies: the least squares of log(predicted / published) over published training runs, one number for A100 and
 # one for H100 (benchmarks/published.py --fit, docs/performance.md). H200 is an H100 with more memory; for B200 nothing
 # was fitted: it has the efficiency of H100.
-_A100_EFFICIENCY, _H100_EFFICIENCY = 0.74, 0.58
+_A100_EFFICIENCY, _H100_EFFICIENCY = 0.72, 0.58
 _A100: dict[str, Any] = {
     "efficiency": _A100_EFFICIENCY,
     "nvlink": Link(240 * _GIGA, _NVLINK_HOP),
