@@ -142,13 +142,9 @@ def two_hosts() -> Iterator[None]:
 
 def shape(gigabits: float) -> None:
     """Limit the link to this rate in both directions; 0 is no limit."""
+    shaped = ["tbf", "rate", f"{gigabits}gbit", "burst", "256kb", "latency", "200ms"] if gigabits else ["noqueue"]
     for host in HOSTS:
-        subprocess.run(
-            ["tc", "-n", host, "qdisc", "del", "dev", "link", "root"], stderr=subprocess.DEVNULL, check=False
-        )
-        if gigabits:
-            limit = ["rate", f"{gigabits}gbit", "burst", "256kb", "latency", "200ms"]
-            run("tc", "-n", host, "qdisc", "add", "dev", LINK, "root", "tbf", *limit)
+        run("tc", "-n", host, "qdisc", "replace", "dev", LINK, "root", *shaped)
 
 
 def run(*command: str) -> None:
@@ -172,9 +168,13 @@ def run_hosts(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def rank_correlation(first: list[float], second: list[float]) -> float:
-    """Spearman's, for lists without ties."""
-    ranks = [[sorted(values).index(value) for value in values] for values in (first, second)]
-    return statistics.correlation(*ranks)
+    """Spearman's; equal values share the mean of their ranks."""
+
+    def ranks(values: list[float]) -> list[float]:
+        ordered = sorted(values)
+        return [ordered.index(value) + (values.count(value) - 1) / 2 for value in values]
+
+    return statistics.correlation(ranks(first), ranks(second))
 
 
 def main() -> None:
