@@ -110,7 +110,21 @@ def flops_of(node: torch.fx.Node) -> float:
     if formula is None:
         return float(sum(value.numel() for value in _tensors(_value(node)))) if not ops.is_dialect(node) else 0.0
     args, kwargs = torch.fx.map_arg((arguments, node.kwargs), lambda argument: argument.meta["val"])
+    if "attention" in str(packet):
+        args = _with_all_heads(args)
     return float(formula(*args, **kwargs, out_val=_value(node)))
+
+
+def _with_all_heads(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Keys and values with as many heads as the queries: torch 2.11 has no formula for fewer."""
+
+    def is_headed(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() == 4
+
+    heads = max(value.shape[1] for value in arguments if is_headed(value))
+    return tuple(
+        value.new_empty(value.shape[0], heads, *value.shape[2:]) if is_headed(value) else value for value in arguments
+    )
 
 
 def _call(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...]]:

@@ -49,3 +49,19 @@ def test_a_copy_reads_and_writes_one_parameter():
 @pytest.mark.parametrize("flops, num_bytes, seconds", [(2e12, 1e9, 2.0), (1e9, 4e11, 4.0)])
 def test_the_roofline(flops, num_bytes, seconds):
     assert Kernel((), (), flops, torch.float32, num_bytes).seconds(SMALL) == pytest.approx(seconds)
+
+
+class GroupedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, q, k):
+        return nn.functional.scaled_dot_product_attention(self.project(q), k, k, enable_gqa=True)
+
+
+def test_attention_counts_every_head_of_the_queries():
+    """Queries f32[2, 4, 16, 8] and keys of half as many heads: two products of 16 x 16 x 8 for each head."""
+    graph = forward_of(GroupedAttention(), torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8))
+    (attention,) = [node for node in graph.nodes if "attention" in str(node.target)]
+    assert flops_of(attention) == 2 * (2 * 4) * 2 * 16 * 16 * 8
