@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.fsdp import ShardingStrategy
 
-from .api import rewrite
+from .api import initialise_from_environment, rewrite
 from .costs.calibrate import calibrate
 from .costs.hardware import HARDWARE, Hardware, find_hardware
 from .costs.predict import OPTIMIZERS, Prediction, predict
@@ -82,10 +82,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _calibrate(options: argparse.Namespace) -> None:
     device = torch.device(options.device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    if device.type == "cuda" and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    initialise_from_environment(device)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     hardware = calibrate(device, name=Path(options.out).stem, ranks_per_node=ranks_per_node)
     if not dist.is_initialized() or dist.get_rank() == 0:

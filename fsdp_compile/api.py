@@ -159,7 +159,7 @@ def shard(
     device = device_of(parameters)
     if mesh is None and process_group is None:
         mesh = common_mesh(parts)
-        _initialise_from_environment(device)
+        initialise_from_environment(device)
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     resolved = resolve_mesh(
         mesh, process_group, device, strategy, is_offloaded=offload.is_on, local_world_size=local_world_size
@@ -275,7 +275,8 @@ def _modules_of(units: list[Unit], model: nn.Module) -> list[str]:
     return [unit.name for unit in units if unit.name in names and not unit.is_run]
 
 
-def _initialise_from_environment(device: torch.device) -> None:
+def initialise_from_environment(device: torch.device) -> None:
+    """Initialise the default process group if torchrun started several ranks and nobody has."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         on_cuda = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
         dist.init_process_group("nccl" if on_cuda else "gloo")

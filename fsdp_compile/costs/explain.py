@@ -14,7 +14,7 @@ from ..graphs import RewrittenGraphs
 from ..passes import ops
 from .hardware import HARDWARE, Hardware, find_hardware
 from .memory import CATEGORIES
-from .nodes import Compiler, num_bytes
+from .nodes import Compiler, full_bytes, num_bytes
 from .predict import OPTIMIZERS, Prediction, predict
 
 _SHOWN = 3  # waits that are listed
@@ -115,16 +115,11 @@ def _collectives(graphs: RewrittenGraphs) -> str:
             if ops.is_collective(node):
                 kind = "gathers" if ops.is_all_gather(node) else "reductions"
                 sent[kind] += 1
-                size[kind] += _full_bytes(node)
+                size[kind] += full_bytes(node)
         if side:
             listed = ", ".join(f"{sent[kind]} {kind} of {_mib(size[kind])}" for kind in sent) or "none"
             texts.append(f"{side.title} {listed}")
     return "; ".join(texts)
-
-
-def _full_bytes(node: torch.fx.Node) -> int:
-    is_scattered = ops.is_call(node, ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED)
-    return num_bytes(node.meta["val"]) * (int(ops.argument(node, "world_size")) if is_scattered else 1)
 
 
 def _exposed(prediction: Prediction) -> str:

@@ -187,15 +187,12 @@ HARDWARE: dict[str, Hardware] = {
         _nvidia("h200", bf16=989, tf32=494, fp8=1979, memory_bandwidth=4800, memory=141, **_H100),
         _nvidia(
             "b200",
-            efficiency=_H100_EFFICIENCY,
             bf16=2250,
             tf32=1125,
             fp8=4500,
             memory_bandwidth=8000,
             memory=180,
-            nvlink=Link(740 * _GIGA, _NVLINK_HOP),
-            network=Link(50 * _GIGA, _NETWORK_HOP),
-            host=55.0,
+            **_H100 | {"nvlink": Link(740 * _GIGA, _NVLINK_HOP)},
         ),
     )
 }

@@ -20,7 +20,7 @@ import torch.fx
 from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
 from ..passes.insert_free import full_buffers
-from .nodes import Compiler, is_item, is_kernel, kernels_of, num_bytes
+from .nodes import Compiler, full_bytes, is_item, is_kernel, kernels_of, num_bytes
 
 CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "reductions", "activations", "temporaries", "inputs")
 """Shards, states of the optimizer, gradients of shards; full parameters, gradients that are being reduced; what the
@@ -81,7 +81,8 @@ def memory_of(
     moments = _moments("forward", forward, life_of_tensor.values(), resident)
     if graphs.backward is not None:
         backward = graphs.backward.graph
-        end = {sent: _last_read(node, backward) for sent, node in received.items()}
+        position = analysis.positions(backward)
+        end = {sent: position[analysis.last_use(node, position)] for sent, node in received.items()}
         carried = [
             dataclasses.replace(life, begin=0, end=max(end[alias] for alias in saved))
             for tensor, life in life_of_tensor.items()
@@ -98,11 +99,6 @@ def _received(forward: torch.fx.Graph, backward: torch.fx.Graph) -> dict[torch.f
     received = [node for node in analysis.inputs(backward) if "tangents" not in str(node.target)]
     sent = analysis.outputs(forward)
     return dict(zip(sent[len(sent) - len(received) :], received, strict=True))
-
-
-def _last_read(node: torch.fx.Node, graph: torch.fx.Graph) -> int:
-    position = analysis.positions(graph)
-    return position[analysis.last_use(node, position)]
 
 
 def _is_shard(node: torch.fx.Node) -> bool:
@@ -141,7 +137,7 @@ def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Li
     that does not raise the peak by Inductor's estimate. (torch 2.13, `AllocateLine.should_reuse_buffer`)
     """
     found = dict(lives)
-    held = _total(list(lives.values()))
+    held = _total(lives.values(), 1 + max((life.end for life in lives.values()), default=0))
     peak = max(held, default=0)
     dead: dict[tuple[torch.dtype, int], list[torch.fx.Node]] = {}
     by_end = sorted(filter(_is_allocated, lives), key=lambda tensor: lives[tensor].end)
@@ -180,27 +176,23 @@ def _kind(tensor: torch.fx.Node) -> tuple[torch.dtype, int]:
     return tensor.meta["val"].dtype, num_bytes(tensor.meta["val"])
 
 
-def _total(lives: Sequence[_Life]) -> list[int]:
+def _total(lives: Iterable[_Life], num_moments: int) -> list[int]:
     """Bytes held at every moment."""
-    change = [0] * (max((life.end for life in lives), default=0) + 2)
+    change = [0] * (num_moments + 1)
     for life in lives:
         change[life.begin] += life.num_bytes
         change[life.end + 1] -= life.num_bytes
-    return list(accumulate(change))
+    return list(accumulate(change))[:num_moments]
 
 
 def _workspaces(graph: torch.fx.Graph, reduction_workspace: float) -> list[_Life]:
     """The lives of what reduce-scatters take for themselves."""
     time = analysis.positions(graph)
     return [
-        _Life(time[node], _end(node, time), int(reduction_workspace * _reduced_bytes(node)), "reductions")
+        _Life(time[node], _end(node, time), int(reduction_workspace * full_bytes(node)), "reductions")
         for node in graph.nodes
         if ops.is_call(node, ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED)
     ]
-
-
-def _reduced_bytes(node: torch.fx.Node) -> int:
-    return num_bytes(node.meta["val"]) * int(ops.argument(node, "world_size"))
 
 
 def _end(reader: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> int:
@@ -216,7 +208,7 @@ def _end(reader: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> int:
 def _categories(graph: torch.fx.Graph, saved: Collection[torch.fx.Node]) -> Callable[[torch.fx.Node], str]:
     """What a tensor of the graph is held for."""
     returned = set(analysis.outputs(graph))
-    full = set(full_buffers(graph))
+    full, saved = set(full_buffers(graph)), set(saved)
 
     def category(node: torch.fx.Node) -> str:
         aliases = analysis.aliases(node)
@@ -224,9 +216,8 @@ def _categories(graph: torch.fx.Graph, saved: Collection[torch.fx.Node]) -> Call
             return "gathered"
         if ops.is_call(node, ops.PACK) or ops.is_reduction(node) or ops.is_conversion(node):
             return "reductions" if returned.isdisjoint(aliases) else "gradients"
-        return "temporaries" if saved_nodes.isdisjoint(aliases) else "activations"
+        return "temporaries" if saved.isdisjoint(aliases) else "activations"
 
-    saved_nodes = set(saved)
     return category
 
 
@@ -236,14 +227,12 @@ def _is_sent(node: torch.fx.Node) -> bool:
 
 
 def _moments(side: str, graph: torch.fx.Graph, lives: Iterable[_Life], resident: Mapping[str, int]) -> list[Moment]:
-    nodes = list(graph.nodes)
-    change = [dict.fromkeys(CATEGORIES, 0) for _ in range(len(nodes) + 1)]
+    lives_of_category: dict[str, list[_Life]] = {category: [] for category in CATEGORIES}
     for life in lives:
-        change[life.begin][life.category] += life.num_bytes
-        change[life.end + 1][life.category] -= life.num_bytes
-    held = {category: resident.get(category, 0) for category in CATEGORIES}
-    moments = []
-    for node, changed in zip(nodes, change, strict=False):
-        held = {category: held[category] + changed[category] for category in CATEGORIES}
-        moments.append(Moment(side, node, held))
-    return moments
+        lives_of_category[life.category].append(life)
+    nodes = list(graph.nodes)
+    totals = [_total(lives_of_category[category], len(nodes)) for category in CATEGORIES]
+    return [
+        Moment(side, node, {name: resident.get(name, 0) + size for name, size in zip(CATEGORIES, sizes, strict=True)})
+        for node, *sizes in zip(nodes, *totals, strict=True)
+    ]

@@ -95,7 +95,7 @@ def _origin(node: torch.fx.Node) -> tuple[str, int] | None:
 
 def is_kernel(node: torch.fx.Node) -> bool:
     """Whether a node computes: it is neither an input nor a view, a collective, a wait, a copy between devices."""
-    if node.op != "call_function" or node.target is operator.getitem:
+    if node.op != "call_function" or is_item(node):
         return False
     if ops.is_collective(node) or ops.is_call(node, ops.WAIT, ops.FREE, ops.STORE, ops.MOVE, ops.RESHARD):
         return False
@@ -149,6 +149,13 @@ def _value(node: torch.fx.Node) -> Any:
 def num_bytes(value: Any) -> int:
     """Bytes of a tensor, or of all tensors that an operator returns."""
     return int(sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value)))
+
+
+def full_bytes(collective: torch.fx.Node) -> int:
+    """Bytes of the full tensor that a collective gathers, scatters or reduces."""
+    is_scattered = ops.is_call(collective, ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED)
+    parts = int(ops.argument(collective, "world_size")) if is_scattered else 1
+    return parts * num_bytes(collective.meta["val"])
 
 
 def _kernel(nodes: Sequence[torch.fx.Node]) -> Kernel:

@@ -16,7 +16,7 @@ from ..passes import ops
 from . import collectives
 from .collectives import Ring
 from .hardware import Hardware
-from .nodes import Compiler, Kernel, kernels_of, num_bytes
+from .nodes import Compiler, Kernel, full_bytes, kernels_of, num_bytes
 
 COMPUTE = "compute"
 
@@ -124,9 +124,8 @@ class _Clock:
 
 def seconds_of(node: torch.fx.Node, ring: Ring, hardware: Hardware) -> float:
     """Seconds of one collective."""
-    value = num_bytes(node.meta["val"])
     if ops.is_all_gather(node):
-        return collectives.all_gather(value, ring, hardware)
+        return collectives.all_gather(full_bytes(node), ring, hardware)
     if ops.is_call(node, ops.ALL_REDUCE):
-        return collectives.all_reduce(value, ring, hardware)
-    return collectives.reduce_scatter(value * ring.size, ring, hardware)
+        return collectives.all_reduce(full_bytes(node), ring, hardware)
+    return collectives.reduce_scatter(full_bytes(node), ring, hardware)
