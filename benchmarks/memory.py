@@ -16,6 +16,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,12 +116,16 @@ class Result:
         return self.predicted.peak.total / self.measured
 
 
-def measure(name: str, strategy: str, backend: str) -> Result:
-    """One step after another that is not counted; a process group is initialised."""
+def measure(name: str, strategy: str, backend: str, **schedule: Any) -> Result:
+    """One step after another that is not counted; a process group is initialised.
+
+    `schedule` are further options of `fsdp_compile`.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
-    fsdp_compile(model, backend=backend, sharding_strategy=ShardingStrategy[strategy], sync_module_states=False)
+    strategy_of_name = ShardingStrategy[strategy]
+    fsdp_compile(model, backend=backend, sharding_strategy=strategy_of_name, sync_module_states=False, **schedule)
     for _ in range(2):  # some models compile once more at their second step
         model(*inputs).backward()
         model.zero_grad()

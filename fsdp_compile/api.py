@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from torch.distributed.fsdp import ShardingStrategy
 from .adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
 from .backend import CompileAs
 from .capture import capture_only, check_options
-from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig, check_strategy, refuse_unsupported
+from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig, check_strategy
+from .costs.calibrate import calibrate
+from .costs.hardware import Hardware, find_hardware, hardware_of_gpu
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .layout import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
@@ -23,8 +27,9 @@ from .passes import ops
 from .precision import find_precision, install_casts
 from .reading import off_meta, reading_copy
 from .runtime.groups import device_of, num_shards_of, resolve_mesh
+from .scheduling import Goal, Planner
 from .sharded_module import become_sharded
-from .sharding import Plan, check_modules, check_not_sharded, note_sharding, pipeline_of, shard_parameters, sharding_of
+from .sharding import Plan, check_modules, check_not_sharded, note_sharding, options_of, pipeline_of, shard_parameters, sharding_of
 from .units import Unit, find_units
 
 
@@ -41,7 +46,8 @@ def fsdp_compile(
     backward_prefetch: Any = "auto",
     forward_prefetch: Any = "auto",
     collective_lowering: str = "auto",
-    memory_budget: None = None,
+    memory_budget: int | str | None = None,
+    hardware: Hardware | str | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     sync_module_states: bool = True,
@@ -83,7 +89,13 @@ def fsdp_compile(
         gradient_reduction: "mean" or "sum" over the ranks, or a number that the sum is divided by.
         backend: "inductor", or "aot_eager" for the same graphs without code generation.
         fullgraph, dynamic, options: passed on to torch.compile and Inductor.
-        memory_budget: refused unless left alone.
+        memory_budget: bytes (or text such as "16 GiB") that a rank may hold during a step, all told. The schedule is
+            planned to fit; if none does, an error when the model is first called says what is missing. It takes an
+            optimizer with two states, and implies fullgraph: what other graphs hold would not be counted.
+        hardware: what the schedule is planned for: a name of `costs.HARDWARE`, a profile that `calibrate` wrote, or a
+            description. With it (or a budget) units are gathered together, early, and kept between forward and backward
+            as the cost model says is fastest; without a budget, within the memory that it has. None is the GPU at hand
+            if only a budget is given, and is measured where that is not known, by all ranks, in a few seconds.
 
     Returns:
         The same object. `model.graphs` lists the rewritten graphs compiled so far.
@@ -91,7 +103,7 @@ def fsdp_compile(
     Raises:
         ConfigError: an argument or the model asks for something that is not supported; the model is untouched.
     """
-    config = CompileConfig(backend, fullgraph, dynamic, options)
+    config = CompileConfig(backend, fullgraph or (memory_budget is not None and fullgraph is False), dynamic, options)
     check_options(options)
     shard(
         model,
@@ -106,6 +118,7 @@ def fsdp_compile(
         forward_prefetch=forward_prefetch,
         collective_lowering=collective_lowering,
         memory_budget=memory_budget,
+        hardware=hardware,
         ignored_params=ignored_params,
         param_init_fn=param_init_fn,
         sync_module_states=sync_module_states,
@@ -130,7 +143,8 @@ def shard(
     backward_prefetch: Any = "auto",
     forward_prefetch: Any = "auto",
     collective_lowering: str = "auto",
-    memory_budget: None = None,
+    memory_budget: int | str | None = None,
+    hardware: Hardware | str | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     sync_module_states: bool = True,
@@ -147,10 +161,15 @@ def shard(
         raise ConfigError(f"param_init_fn is a callable that takes a module, not {param_init_fn!r}")
     strategy = check_strategy(sharding_strategy)
     schedule = ScheduleConfig.of(
-        strategy, reshard_after_forward, forward_prefetch, backward_prefetch, collective_lowering
+        strategy,
+        reshard_after_forward,
+        forward_prefetch,
+        backward_prefetch,
+        collective_lowering,
+        memory_budget,
+        None if hardware is None else find_hardware(hardware),
     )
     reduction, offload = Reduction.of(gradient_reduction), OffloadConfig.of(offload_policy)
-    refuse_unsupported(memory_budget)
     parameters = _check_model(model, ignored_params)
     parts = sharded_parts(model)
     units = find_units(model, auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
@@ -178,11 +197,23 @@ def shard(
         param_init_fn,
     )
     check_mesh(parts, resolved)
+    if schedule.memory_budget is not None and schedule.hardware is None:
+        plan = dataclasses.replace(plan, schedule=_with_hardware_at_hand(schedule, plan, local_world_size))
     sharding = shard_parameters(model, plan)
     adopt(model, parts, sharding)
     note_sharding(model, sharding)
     become_sharded(model)
     return model
+
+
+def _with_hardware_at_hand(schedule: ScheduleConfig, plan: Plan, ranks_per_node: int | None) -> ScheduleConfig:
+    """The schedule, to be planned for the GPU at hand, or for what is measured. Every rank of the mesh calls this."""
+    hardware = hardware_of_gpu() if plan.compute_device.type == "cuda" else None
+    if hardware is None:
+        if plan.mesh is not None and plan.mesh.size() != dist.get_world_size():
+            raise ConfigError("memory_budget on a part of the ranks needs hardware=: only all of them can be measured")
+        hardware = calibrate(plan.compute_device, ranks_per_node=ranks_per_node or 1)
+    return dataclasses.replace(schedule, hardware=hardware)
 
 
 def rewrite(
@@ -196,6 +227,8 @@ def rewrite(
     backward_prefetch: Any = "auto",
     forward_prefetch: Any = "auto",
     collective_lowering: str = "packed",
+    memory_budget: int | str | None = None,
+    hardware: Hardware | str | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     gradient_reduction: str | float = "mean",
     **kwargs: Any,
@@ -213,12 +246,21 @@ def rewrite(
         ConfigError: as `fsdp_compile`.
         CaptureError: the call cannot be traced as one graph.
     """
-    if collective_lowering == "auto":
+    found = None if hardware is None else find_hardware(hardware)
+    if collective_lowering == "auto" and found is None:
         raise ConfigError("collective_lowering='auto' depends on a process group: choose 'packed' or 'grouped'")
+    if memory_budget is not None and found is None:
+        raise ConfigError("memory_budget needs hardware= to plan for")
     strategy = check_strategy(sharding_strategy)
     axes = _axes_of_size(world_size, strategy)
     schedule = ScheduleConfig.of(
-        strategy, reshard_after_forward, forward_prefetch, backward_prefetch, collective_lowering
+        strategy,
+        reshard_after_forward,
+        forward_prefetch,
+        backward_prefetch,
+        collective_lowering,
+        memory_budget,
+        found,
     )
     reduction = Reduction.of(gradient_reduction)
     parameters = _check_model(model, ignored_params)
@@ -237,8 +279,16 @@ def rewrite(
     reading = reading_copy(model, layouts)
     install_casts(reading, precision)
     args, kwargs = off_meta((args, kwargs))
-    pipeline = pipeline_of(schedule, names, axes.shards.size, places, grouped=collective_lowering == "grouped")
-    return capture_only(reading, args, kwargs, pipeline)
+    open_options = schedule, names, axes.shards.size, places, collective_lowering != "packed"
+    pipeline = partial(pipeline_of, *open_options)
+    if found is None:
+        return capture_only(reading, args, kwargs, pipeline)
+    planner = Planner(options_of(*open_options), Goal(found, schedule.memory_budget, "inductor"), {}, _alone)
+    return capture_only(reading, args, kwargs, pipeline, planner.plan)
+
+
+def _alone(program: str, make: Callable[[], str]) -> str:
+    return make()
 
 
 def _axes_of_size(world_size: object, strategy: ShardingStrategy) -> Axes:

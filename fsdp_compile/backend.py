@@ -11,7 +11,7 @@ import torch
 import torch.fx
 import torch.nn as nn
 
-from .capture import BucketGradient, Capture, check_options, compile_module
+from .capture import BucketGradient, Capture, check_options, compile_module, no_plan
 from .config import CompileConfig
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
@@ -87,9 +87,9 @@ def compile_graph(
                 if (name := gradient.accumulated) is not None:
                     arguments[name] = take_accumulated(shard, arguments[name])
 
-    capture = Capture(
-        _common_pipeline(shardings), on_graphs, on_backward, config.backend == "inductor", dict(config.options or {})
-    )
+    pipeline, plan = _common_pipeline(shardings, config)
+    generates_code = config.backend == "inductor"
+    capture = Capture(pipeline, plan, on_graphs, on_backward, generates_code, dict(config.options or {}))
     return capture.compile(gm, example_inputs)
 
 
@@ -101,11 +101,21 @@ def _shardings(example_inputs: Sequence[Any]) -> list[Sharding]:
     return list(dict.fromkeys(found))
 
 
-def _common_pipeline(shardings: list[Sharding]) -> Pipeline:
-    pipelines = [sharding.pipeline() for sharding in shardings] or [Pipeline.of()]
-    if any(pipeline != pipelines[0] for pipeline in pipelines):
-        raise ConfigError(f"models that are compiled into one graph need the same schedule options, not {pipelines}")
-    return pipelines[0]
+def _common_pipeline(shardings: list[Sharding], config: CompileConfig) -> tuple[Any, Any]:
+    """What `Capture` takes as `pipeline` and as `plan`."""
+    if not shardings:
+        return (lambda plan: Pipeline.of()), no_plan
+    first, *others = shardings
+    if any(other.pipeline() != first.pipeline() or other.schedule != first.schedule for other in others):
+        schedules = [sharding.schedule for sharding in shardings]
+        raise ConfigError(f"models that are compiled into one graph need the same schedule options, not {schedules}")
+    planner = first.planner(config)
+    if planner is not None and others:
+        raise ConfigError(
+            "hardware and memory_budget plan for one model, and several are compiled into one graph: shard the module "
+            "that holds them"
+        )
+    return first.pipeline, planner.plan if planner else no_plan
 
 
 def _refuse(*_: Any) -> Any:

@@ -26,6 +26,7 @@ from .errors import CaptureError, ConfigError, PassError, VerifyError
 from .graphs import RewrittenGraphs
 from .passes import analysis, ops
 from .passes.pipeline import Pipeline
+from .passes.plan import StepPlan
 from .runtime.gradients import shard_of
 from .runtime.inductor import Fences
 from .runtime.kernels import capturing
@@ -60,6 +61,8 @@ class Capture:
     """How one Dynamo graph is rewritten and compiled.
 
     Attributes:
+        pipeline: the passes for a plan; for None, without one.
+        plan: (program, draft) to the plan of a program; `scheduling.Planner.plan` explains both.
         on_graphs: called with the rewritten graphs before they are compiled.
         on_backward: called whenever a compiled backward runs, with what it does and its arguments by name; it may
             replace these.
@@ -67,7 +70,8 @@ class Capture:
         options: Inductor's, by name.
     """
 
-    pipeline: Pipeline
+    pipeline: Callable[[StepPlan | None], Pipeline]
+    plan: Callable[[str, Callable[[Pipeline], RewrittenGraphs]], StepPlan | None]
     on_graphs: Callable[[RewrittenGraphs], None]
     on_backward: Callable[[Sequence[BucketGradient], dict[str, Any]], None]
     generates_code: bool = True
@@ -84,7 +88,7 @@ class Capture:
 
         def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             if kwargs.get("is_inference"):
-                self.on_graphs(RewrittenGraphs.of(self.pipeline.rewrite_inference(graph)))
+                self._rewrite_inference(graph)
             compiled = compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph, inputs)
             return self._noting(compiled, graph, partitioner.gradients) if kwargs.get("is_backward") else compiled
 
@@ -96,6 +100,14 @@ class Capture:
         # A hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`.
         with torch._functorch.config.patch(enable_autograd_cache=False), capturing():
             return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)  # type: ignore[return-value]
+
+    def _rewrite_inference(self, gm: torch.fx.GraphModule) -> None:
+        def draft(pipeline: Pipeline) -> RewrittenGraphs:
+            copied = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+            return RewrittenGraphs.of(pipeline.draft_inference(copied))
+
+        plan = self.plan(_program("inference", gm.graph), draft)
+        self.on_graphs(RewrittenGraphs.of(self.pipeline(plan).rewrite_inference(gm), plan=plan))
 
     def _noting(
         self, compiled: Callable[..., Any], graph: torch.fx.GraphModule, gradients: Sequence[BucketGradient]
@@ -162,9 +174,16 @@ class Partitioner(CustomPartitionerFn):
         self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         static_inputs = kwargs.get("static_lifetime_input_indices") or ()
-        forward, backward = self.capture.pipeline.rewrite_joint(gm, kwargs["num_fwd_outputs"], static_inputs)
+        program = _program("training", gm.graph)
+        halves = self.capture.pipeline(None).split(gm, kwargs["num_fwd_outputs"], static_inputs)
+
+        def draft(pipeline: Pipeline) -> RewrittenGraphs:
+            return RewrittenGraphs.of(*pipeline.draft_halves(halves.copy()))
+
+        plan = self.capture.plan(program, draft)
+        forward, backward = self.capture.pipeline(plan).rewrite_halves(halves)
         self.gradients += bucket_gradients(backward.scheduled.graph)
-        self.capture.on_graphs(RewrittenGraphs.of(forward, backward))
+        self.capture.on_graphs(RewrittenGraphs.of(forward, backward, plan))
         return forward.lowered, backward.lowered
 
     def uuid(self) -> str:
@@ -173,6 +192,12 @@ class Partitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.uuid(),)  # the key of that cache also pickles us, as a part of Inductor's configuration
+
+
+def _program(kind: str, graph: torch.fx.Graph) -> str:
+    """What a plan is made for: the parameters in the order in which they are read. Shapes of inputs are no part of it."""
+    read = [ops.argument(node, "parameter") for node in graph.nodes if ops.is_call(node, ops.UNSHARD)]
+    return " ".join([kind, *read])
 
 
 def bucket_gradients(backward: torch.fx.Graph) -> list[BucketGradient]:
@@ -204,10 +229,18 @@ class _Captured(Exception):
         self.graphs = graphs
 
 
+def no_plan(program: str, rewrite: Callable[[Pipeline], RewrittenGraphs]) -> None:
+    """For a `Capture` whose schedule follows from the options alone."""
+
+
 def capture_only(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], pipeline: Pipeline
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    pipeline: Callable[[StepPlan | None], Pipeline],
+    plan: Callable[[str, Callable[[Pipeline], RewrittenGraphs]], StepPlan | None] = no_plan,
 ) -> RewrittenGraphs:
-    """The rewritten graphs of `model(*args, **kwargs)`, which is traced and not run.
+    """The rewritten graphs of `model(*args, **kwargs)`, which is traced and not run; arguments as those of `Capture`.
 
     Raises:
         CaptureError: the call cannot be traced as one graph.
@@ -217,7 +250,7 @@ def capture_only(
         def stop(graphs: RewrittenGraphs) -> None:
             raise _Captured(graphs)
 
-        return Capture(pipeline, stop, lambda gradients, arguments: None).compile(gm, example_inputs)
+        return Capture(pipeline, plan, stop, lambda gradients, arguments: None).compile(gm, example_inputs)
 
     try:
         torch.compile(_calling(model), backend=backend, fullgraph=True)(*args, **kwargs)

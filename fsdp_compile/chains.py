@@ -18,14 +18,32 @@ from itertools import accumulate, pairwise
 class Parameter:
     """A parameter of a chain.
 
+    What is planned as one may be several parameters that are always sent together.
+
     Attributes:
         num_bytes: of the full parameter.
         first, last: the first and the last compute step that reads it.
+        num_messages: where it is not packed.
+        kind: only parameters of one kind can be in a bucket.
     """
 
     num_bytes: int
     first: int
     last: int
+    num_messages: int = 1
+    kind: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A collective that is started by the graph, not by the plan, and that the gathers share the channel with.
+
+    Attributes:
+        step: the compute step after which it is started.
+    """
+
+    seconds: float
+    step: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +54,13 @@ class Chain:
         seconds: of each compute step.
         held: bytes that are in memory anyway during each step.
         parameters: in order of first use.
+        reductions: in order; the chain has ended when they have.
     """
 
     seconds: Sequence[float]
     held: Sequence[int]
     parameters: Sequence[Parameter]
+    reductions: Sequence[Reduction] = ()
 
     def __post_init__(self) -> None:
         assert len(self.seconds) == len(self.held)
@@ -59,7 +79,7 @@ class Channel:
 
     Attributes:
         start: seconds that every collective takes.
-        per_message: seconds more for every parameter that is sent as a message of its own.
+        per_message: seconds more for every message of those that are not packed.
         bandwidth: bytes of full parameters in a second.
         copy_bandwidth: bytes in a second that compute copies out of a buffer.
     """
@@ -102,7 +122,7 @@ class Outcome:
     """What a plan comes to.
 
     Attributes:
-        seconds: of all: compute, copies, and what compute stands still for.
+        seconds: of all: compute, copies, what compute stands still for, and reductions after it.
         exposed: seconds that compute stands still.
         peak: most bytes in memory during a step.
     """
@@ -121,7 +141,7 @@ def evaluate(chain: Chain, plan: Plan, channel: Channel) -> Outcome:
     bucket's parameters is first used, and as a copy, from its first use to its last.
     """
     clock = Clock(chain, plan, channel)
-    return Outcome(clock.reached[-1], clock.exposed, max(_in_memory(chain, _lives(chain, plan)), default=0))
+    return Outcome(max(clock.reached[-1], clock.free), clock.exposed, max(_in_memory(chain, _lives(chain, plan)), default=0))
 
 
 class Clock:
@@ -130,18 +150,19 @@ class Clock:
     Attributes:
         reached: seconds at which compute reaches each position, the end included.
         exposed: seconds that compute stands still.
+        free: seconds at which the last collective is done.
     """
 
     def __init__(self, chain: Chain, plan: Plan, channel: Channel) -> None:
-        self.reached, self.exposed = [0.0], 0.0
-        now = free = 0.0
-        due, next_parameter = deque(plan.buckets), 0
+        self.reached, self.exposed, self.free = [0.0], 0.0, 0.0
+        now = 0.0
+        due, reductions, next_parameter = deque(plan.buckets), deque(chain.reductions), 0
         done: deque[float] = deque()
         bucket_of = [bucket for bucket in plan.buckets for _ in range(bucket.begin, bucket.end)]
         for step, seconds in enumerate(chain.seconds):
             while due and due[0].start <= step:
-                free = max(now, free) + seconds_of(chain, due.popleft(), channel)
-                done.append(free)
+                self.free = max(now, self.free) + seconds_of(chain, due.popleft(), channel)
+                done.append(self.free)
             while next_parameter < len(bucket_of) and chain.parameters[next_parameter].first == step:
                 bucket = bucket_of[next_parameter]
                 if next_parameter == bucket.begin:
@@ -153,11 +174,14 @@ class Clock:
                 next_parameter += 1
             now += seconds
             self.reached.append(now)
+            while reductions and reductions[0].step <= step:
+                self.free = max(now, self.free) + reductions.popleft().seconds
 
 
 def seconds_of(chain: Chain, bucket: Bucket, channel: Channel) -> float:
-    num_bytes = sum(parameter.num_bytes for parameter in chain.parameters[bucket.begin : bucket.end])
-    return channel.seconds(num_bytes, 0 if bucket.is_packed else bucket.end - bucket.begin)
+    parameters = chain.parameters[bucket.begin : bucket.end]
+    num_messages = 0 if bucket.is_packed else sum(parameter.num_messages for parameter in parameters)
+    return channel.seconds(sum(parameter.num_bytes for parameter in parameters), num_messages)
 
 
 def _lives(chain: Chain, plan: Plan) -> Iterator[tuple[int, int, int]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 
+from .costs.hardware import Hardware
 from .errors import ConfigError
 
 _BACKENDS = ("inductor", "aot_eager")
@@ -29,13 +32,17 @@ class ScheduleConfig:
             every unit but the one that the forward uses last.
         forward_prefetch: how many units ahead the forward gathers.
         backward_prefetch: how many units ahead the backward gathers, and whether it delays its reductions' waits.
-        collective_lowering: "packed", "grouped", or "auto" (grouped on NCCL, packed elsewhere).
+        collective_lowering: "packed", "grouped", or "auto" (grouped on NCCL, packed elsewhere; a plan chooses).
+        memory_budget: bytes that a rank may hold during a step; None for no promise.
+        hardware: what plans are made for; None leaves the schedule to the options above.
     """
 
     reshard_after_forward: Reshard | Mapping[str, Reshard] | None = None
     forward_prefetch: int = 1
     backward_prefetch: int = 1
     collective_lowering: str = "auto"
+    memory_budget: int | None = None
+    hardware: Hardware | None = None
 
     @classmethod
     def of(
@@ -45,6 +52,8 @@ class ScheduleConfig:
         forward_prefetch: object,
         backward_prefetch: object,
         collective_lowering: object,
+        memory_budget: object = None,
+        hardware: Hardware | None = None,
     ) -> ScheduleConfig:
         """The configuration from the user's arguments; raises ConfigError for what they cannot mean."""
         if collective_lowering not in _LOWERINGS:
@@ -61,6 +70,8 @@ class ScheduleConfig:
                 {BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 0, None: 0},
             ),
             str(collective_lowering),
+            num_bytes_of(memory_budget),
+            hardware,
         )
 
     def reshard_of_unit(self, units: list[str], num_shards: int) -> dict[str, Reshard]:
@@ -200,7 +211,19 @@ class OffloadConfig:
         )
 
 
-def refuse_unsupported(memory_budget: object) -> None:
-    """Raise ConfigError for options that this version does not have, rather than ignore them."""
-    if memory_budget is not None:
-        raise ConfigError("memory_budget is not supported by this version; leave it None")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def num_bytes_of(memory_budget: object) -> int | None:
+    """Bytes from a number, or from text such as "16 GiB"; raises ConfigError for anything else."""
+    if memory_budget is None:
+        return None
+    number: object = memory_budget
+    if isinstance(memory_budget, str) and (match := re.fullmatch(r"([\d.]+)\s*([KMG]i?B|B)", memory_budget.strip())):
+        with contextlib.suppress(ValueError):
+            number = int(float(match[1]) * _UNITS[match[2]])
+    if isinstance(number, int) and not isinstance(number, bool) and number > 0:
+        return number
+    raise ConfigError(
+        f"memory_budget is a positive number of bytes, or text such as '16 GiB', not {memory_budget!r}"
+    )

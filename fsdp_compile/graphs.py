@@ -7,6 +7,7 @@ import dataclasses
 import torch.fx
 
 from .passes.pipeline import Side
+from .passes.plan import StepPlan
 from .passes.printer import print_graph, print_schedule
 
 
@@ -41,18 +42,23 @@ class LoweredGraphs:
 
 @dataclasses.dataclass(frozen=True)
 class RewrittenGraphs:
-    """Forward and backward of one compiled graph; `backward` is None where no gradients were asked for."""
+    """Forward and backward of one compiled graph; `backward` is None where no gradients were asked for.
+
+    `plan` is what was planned for them; None where the schedule follows from the options alone.
+    """
 
     forward: RewrittenGraph
     backward: RewrittenGraph | None
     lowered: LoweredGraphs
+    plan: StepPlan | None = None
 
     @classmethod
-    def of(cls, forward: Side, backward: Side | None = None) -> RewrittenGraphs:
+    def of(cls, forward: Side, backward: Side | None = None, plan: StepPlan | None = None) -> RewrittenGraphs:
         return cls(
             RewrittenGraph(forward.scheduled, "forward"),
             None if backward is None else RewrittenGraph(backward.scheduled, "backward"),
             LoweredGraphs(forward.lowered, None if backward is None else backward.lowered),
+            plan,
         )
 
     def schedule(self) -> str:

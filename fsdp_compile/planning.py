@@ -29,15 +29,26 @@ NEGLIGIBLE = 1e-11
 """What rounding may do to a sum of seconds, relative to it."""
 
 
-def best_plan(chain: Chain, channel: Channel, *, limit: int | None = None, ends: Sequence[int] | None = None) -> Plan:
+def best_plan(
+    chain: Chain,
+    channel: Channel,
+    *,
+    limit: int | None = None,
+    ends: Sequence[int] | None = None,
+    forms: Sequence[bool] = (False, True),
+    slack: float = 1.0,
+) -> Plan:
     """The plan that takes least time; of those tried that take as little, the one with the lowest peak.
 
-    Exact for chains up to 8 parameters. For longer ones the search keeps to what is likely (see `_Breadth`), and its
-    time grows with the number of parameters.
+    Exact for chains up to 8 parameters without reductions. For longer ones the search keeps to what is likely (see
+    `_Breadth`), and its time grows with the number of parameters. Reductions count in what a plan takes, and which one
+    is chosen; the search itself does not know of them.
 
     Args:
         limit: most bytes in memory during any step; None for no limit.
         ends: of units, as in `plain_plan`. The result is never slower than their plain plans that fit.
+        forms: whether buckets may be packed, and not.
+        slack: starts are moved back only as far as costs nothing even if collectives take this many times as long.
 
     Raises:
         ConfigError: no plan fits.
@@ -48,10 +59,10 @@ def best_plan(chain: Chain, channel: Channel, *, limit: int | None = None, ends:
             f"gathered just before its first use and freed after its last; {missing:,} are missing. Raise the limit, "
             "or lower what is in memory anyway: a smaller batch, more recomputation"
         )
-    candidates = [_Search(chain, channel, limit).plan()]
+    candidates = [_Search(chain, channel, limit, forms).plan()]
     if ends:
-        candidates += [plain_plan(chain, ends, is_packed=is_packed) for is_packed in (False, True)]
-    candidates += [_delayed(chain, candidate, channel) for candidate in candidates]
+        candidates += [plain_plan(chain, ends, is_packed=is_packed) for is_packed in forms]
+    candidates += [_delayed(chain, candidate, channel, slack) for candidate in candidates]
     outcomes = [evaluate(chain, candidate, channel) for candidate in candidates]
     fitting = [index for index, outcome in enumerate(outcomes) if limit is None or outcome.peak <= limit]
     return candidates[min(fitting, key=lambda index: (outcomes[index].seconds, outcomes[index].peak))]
@@ -81,8 +92,8 @@ def front(
         limit = max(outcome.peak - resolution, chain.lowest_peak)
 
 
-def _delayed(chain: Chain, plan: Plan, channel: Channel) -> Plan:
-    """The plan with every start as late as costs nothing.
+def _delayed(chain: Chain, plan: Plan, channel: Channel, slack: float) -> Plan:
+    """The plan with every start as late as costs nothing if collectives take `slack` times as long.
 
     One sweep from the end: `deadline` is when compute has to be at a position for the plan to take no longer than it
     does. Starts before a position do not change when compute reaches it before they are moved, and once they are, the
@@ -100,7 +111,7 @@ def _delayed(chain: Chain, plan: Plan, channel: Channel) -> Plan:
             if bucket.is_packed:
                 deadline -= chain.parameters[parameter].num_bytes / channel.copy_bandwidth
             if parameter == bucket.begin:
-                next_begins = min(deadline, next_begins) - seconds_of(chain, bucket, channel)
+                next_begins = min(deadline, next_begins) - slack * seconds_of(chain, bucket, channel)
                 latest = bisect_right(reached, next_begins) - 1
                 next_start = max(bucket.start, min(latest, step, next_start))
                 buckets[index] = dataclasses.replace(bucket, start=next_start)
@@ -217,13 +228,15 @@ class _Candidate(NamedTuple):
 class _Search:
     """Dynamic programming over the boundaries of one chain."""
 
-    def __init__(self, chain: Chain, channel: Channel, limit: int | None) -> None:
-        self.chain, self.channel = chain, channel
+    def __init__(self, chain: Chain, channel: Channel, limit: int | None, forms: Sequence[bool]) -> None:
+        self.chain, self.channel, self.forms = chain, channel, forms
         self.length = len(chain.parameters)
         self.breadth = _Breadth.for_chain(self.length)
         self.first = [parameter.first for parameter in chain.parameters]
         self.position = [*self.first, len(chain.seconds)]  # of compute, at a boundary
         self.num_bytes = [0, *accumulate(parameter.num_bytes for parameter in chain.parameters)]  # before a boundary
+        self.num_messages = [0, *accumulate(parameter.num_messages for parameter in chain.parameters)]
+        self.same_kind = self._ends_of_kinds()
         self.used = [bisect_right(self.first, step) for step in range(len(chain.seconds))]  # so many by each step
         self.clock = [0.0, *accumulate(chain.seconds)]  # of compute that waits for nothing
         self.room = self._rooms(math.inf if limit is None else limit)
@@ -232,6 +245,14 @@ class _Search:
         starts = [0, *self._starts(range(1, self.length + 1), self.room)]
         bounds = [self.first[end - ahead] if end > ahead else 0 for end in range(self.length + 1)]
         self.earliest = list(map(max, starts, bounds))
+
+    def _ends_of_kinds(self) -> list[int]:
+        """For every parameter the first one after it that is of another kind, or the number of parameters."""
+        ends = [self.length] * self.length
+        for index in reversed(range(self.length - 1)):
+            is_same = self.chain.parameters[index].kind == self.chain.parameters[index + 1].kind
+            ends[index] = ends[index + 1] if is_same else index + 1
+        return ends
 
     def _rooms(self, limit: float) -> list[float]:
         """Bytes of the first parameters that fit, at each step; those that are not needed any more take none."""
@@ -272,8 +293,8 @@ class _Search:
     def _steps(self, begin: int) -> Iterator[_Step]:
         """All buckets that can begin here."""
         first = self.first[begin]
-        ends = range(begin + 1, min(begin + self.breadth.length, self._reach(begin)) + 1)
-        for is_packed in (False, True):
+        ends = range(begin + 1, min(begin + self.breadth.length, self._reach(begin), self.same_kind[begin]) + 1)
+        for is_packed in self.forms:
             least, seen = math.inf, first
             for end in ends:
                 bucket = Bucket(begin, end, -1, is_packed)
@@ -284,7 +305,8 @@ class _Search:
                     seen = self.first[end - 1]
                 if least < self.num_bytes[end]:
                     break
-                collective = self.channel.seconds(self._bytes(begin, end), 0 if is_packed else end - begin)
+                num_messages = 0 if is_packed else self.num_messages[end] - self.num_messages[begin]
+                collective = self.channel.seconds(self._bytes(begin, end), num_messages)
                 spare = self.room[first] - self._unpacking(bucket, first) - self.num_bytes[end]
                 yield _Step(bucket, collective, self._compute(bucket, self.position[end], end), spare)
 

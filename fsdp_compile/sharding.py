@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -18,12 +19,14 @@ from .graphs import RewrittenGraphs
 from .layout import Layout, Placement, lay_out
 from .passes import ops
 from .passes.pipeline import Pipeline
+from .passes.plan import StepPlan
 from .precision import Precision, install_casts
 from .reading import LocalRead, Read, Running, install_reads
 from .runtime.flat_shard import FlatShard
 from .runtime.gradients import carry_hooks
-from .runtime.groups import axes_of, device_of, is_nccl, num_shards_of, part_of
+from .runtime.groups import axes_of, device_of, first_ranks, is_nccl, num_shards_of, part_of
 from .runtime.optimizers import note_replacement
+from .scheduling import Goal, Options, Planner
 from .units import Unit
 
 
@@ -46,6 +49,8 @@ class Sharding:
         parts: for every number of ranks that a unit is resharded over after the forward, this rank's place among them.
         keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
         is_finishing: whether gradients will be reduced at the end of the running backward.
+        plans: what was planned, by program; see `scheduling.Planner`.
+        number: of the shardings of this process, which all ranks make in the same order.
         compile: how the model was compiled, if it was.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
         gives_full_optimizer_state: whether `compat.FullyShardedDataParallel.optim_state_dict` gathers.
@@ -60,6 +65,8 @@ class Sharding:
     keeps_gradients: bool = False
     is_finishing: bool = False
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
+    plans: dict[str, StepPlan | None] = dataclasses.field(default_factory=dict)
+    number: int = dataclasses.field(default_factory=itertools.count().__next__)
     compile: Compiler | None = None
     is_summoned: bool = False
     gives_full_optimizer_state: bool = True
@@ -67,12 +74,27 @@ class Sharding:
     def __post_init__(self) -> None:
         self.running.prepare = self.prepare
 
-    def pipeline(self) -> Pipeline:
+    def pipeline(self, plan: StepPlan | None = None) -> Pipeline:
         """The passes that this model's graphs run through."""
+        return pipeline_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped, plan)
+
+    def planner(self, compiler: CompileConfig) -> Planner | None:
+        """What plans this model's graphs; None if their schedule follows from the options."""
+        if self.schedule.hardware is None:
+            return None
+        options = options_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
+        goal = Goal(self.schedule.hardware, self.schedule.memory_budget, compiler.backend)  # type: ignore[arg-type]
+
+        def agree(program: str, make: Callable[[], str]) -> str:
+            return first_ranks(self.mesh, f"plan {self.number} {program}", make)
+
+        return Planner(options, goal, self.plans, agree)
+
+    @property
+    def _is_grouped(self) -> bool:
         lowering = self.schedule.collective_lowering
         is_auto_grouped = lowering == "auto" and self.mesh is not None and is_nccl(self.mesh)
-        grouped = lowering == "grouped" or is_auto_grouped
-        return pipeline_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, grouped=grouped)
+        return lowering == "grouped" or is_auto_grouped
 
     def refuse_if_summoned(self, what: str) -> None:
         """Raise RuntimeError inside summon_full_params, where `what` has no meaning."""
@@ -95,14 +117,38 @@ class Sharding:
 
 
 def pipeline_of(
-    schedule: ScheduleConfig, units: list[str], num_shards: int, parts: Mapping[int, ops.Part], *, grouped: bool
+    schedule: ScheduleConfig,
+    units: list[str],
+    num_shards: int,
+    parts: Mapping[int, ops.Part],
+    grouped: bool,
+    plan: StepPlan | None = None,
 ) -> Pipeline:
     reshard = schedule.reshard_of_unit(units, num_shards)
+    if plan is not None:
+        reshard = dict.fromkeys(units, True) | reshard | dict.fromkeys(plan.kept, False)
     return Pipeline.of(
         reshard={unit: value if isinstance(value, bool) else parts[value] for unit, value in reshard.items()},
         forward_prefetch=schedule.forward_prefetch,
         backward_prefetch=schedule.backward_prefetch,
         grouped=grouped,
+        plan=plan,
+    )
+
+
+def options_of(
+    schedule: ScheduleConfig, units: list[str], num_shards: int, parts: Mapping[int, ops.Part], grouped: bool
+) -> Options:
+    """What a planner may choose from."""
+    fixed = schedule.reshard_of_unit(units, num_shards)
+    freed = dict.fromkeys(units, True) | {unit: value for unit, value in fixed.items() if value}
+    base = dataclasses.replace(schedule, reshard_after_forward=freed, forward_prefetch=0, backward_prefetch=0)
+    forms = {"packed": (True,), "grouped": (False,)}.get(schedule.collective_lowering, (False, True))
+    return Options(
+        lambda plan: pipeline_of(schedule, units, num_shards, parts, grouped, plan),
+        pipeline_of(base, units, num_shards, parts, True, StepPlan((), (), (), 1)),
+        forms,
+        {unit: bool(value) for unit, value in fixed.items()},
     )
 
 

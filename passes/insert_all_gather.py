@@ -4,12 +4,15 @@
     After    g = wait(all_gather(shard)); ...; w = copy_out(g); mm(x, t(w)); ...; v = copy_out(g); mm(y, t(v))
     Needs    one unshard per parameter (merge_unshards)
     Keeps    data flow; the order of the nodes, but views and casts of parameters move down to where they are read
-    Cost     O(nodes), one all-gather per bucket
+    Cost     O(nodes), one all-gather per bucket, or per gather of the plan
 
 The packed form copies each parameter out of the gathered buffer, except where the bucket holds a single one: its
 chunks already lie one after another. In the grouped form every parameter is gathered into its place and only viewed.
 A bucket that is not sharded (`world_size` 1) needs no gather. A shard is moved to the device and cast to the dtype of
 the computation before it is gathered. A part of the gathered buffer that is kept for the backward is copied at once.
+
+A plan has several buckets gathered at once, and selects the form for each gather. In the packed form their shards are
+first joined to one. What is gathered at once is of one group, dtype and device.
 
 The wait stands before the kernel that a compiler will form around the first use: where that is a light operator, after
 the last heavy one (a matmul, say) before it. A wait amid a run of light operators would cut their kernel into two.
@@ -23,38 +26,83 @@ from typing import Any
 import torch.fx
 
 from . import analysis, ops
+from .plan import Gather
 
 
 @dataclasses.dataclass(frozen=True)
 class InsertAllGather:
-    """`grouped` selects the form of every bucket's gather; see the module's text."""
+    """`grouped` selects the form of the gathers that are not in `plan`; see the module's text."""
 
     grouped: bool = False
+    plan: tuple[Gather, ...] = ()
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         _sink_parameter_values(gm.graph)
-        for bucket in gathered_buckets(gm.graph):
-            self._gather(gm.graph, bucket)
+        for buckets, is_grouped in self._gathers(gathered_buckets(gm.graph)):
+            if len(buckets) == 1:
+                _gather_one(gm.graph, buckets[0], is_grouped and not buckets[0].is_parted)
+            else:
+                _gather_together(gm.graph, buckets, is_grouped)
         gm.graph.eliminate_dead_code()
 
-    def _gather(self, graph: torch.fx.Graph, bucket: GatheredBucket) -> None:
-        is_grouped = self.grouped and not bucket.is_parted
-        with graph.inserting_before(analysis.kernel_begin(bucket.first_use)):
-            buffer = _converted(graph, bucket)
-            if bucket.world_size > 1:
-                gather = ops.ALL_GATHER_GROUPED if is_grouped else ops.ALL_GATHER
-                pending = ops.call(graph, gather, buffer, bucket.name, bucket.num_gathered, bucket.group)
-                buffer = ops.call(graph, ops.WAIT, pending)
-            for part in bucket.parts:
-                arguments = [ops.argument(part, name) for name in ("bucket", "parts", "index")]
-                part.replace_all_uses_with(ops.call(graph, ops.RESHARD, buffer, *arguments, like=part))
-        is_view = is_grouped or bucket.world_size == 1 or bucket.holds_one_parameter
-        for unshard, first_use in bucket.first_use_of_unshard.items():
-            out = ops.VIEW_OUT if is_view else ops.COPY_OUT
-            placement = [ops.argument(unshard, name) for name in ("parameter", "offset", "shape", "world_size")]
-            with graph.inserting_before(first_use):
-                full = ops.call(graph, out, buffer, *placement, like=unshard)
-            unshard.replace_all_uses_with(full)
+    def _gathers(self, buckets: list[GatheredBucket]) -> list[tuple[list[GatheredBucket], bool]]:
+        """What is gathered at once, and whether grouped, in the order of first use."""
+        planned = {bucket: gather for gather in self.plan for bucket in gather.buckets}
+        found: dict[Gather, list[GatheredBucket]] = {}
+        for bucket in buckets:
+            alone = Gather((bucket.name,), self.grouped, None)
+            found.setdefault(planned.get(bucket.name, alone), []).append(bucket)
+        return [(together, gather.is_grouped) for gather, together in found.items()]
+
+
+def _gather_one(graph: torch.fx.Graph, bucket: GatheredBucket, is_grouped: bool) -> None:
+    with graph.inserting_before(analysis.kernel_begin(bucket.first_use)):
+        buffer = _converted(graph, bucket)
+        if bucket.world_size > 1:
+            buffer = _gathered(graph, [buffer], bucket.name, bucket, is_grouped)
+        for part in bucket.parts:
+            arguments = [ops.argument(part, name) for name in ("bucket", "parts", "index")]
+            part.replace_all_uses_with(ops.call(graph, ops.RESHARD, buffer, *arguments, like=part))
+    is_view = is_grouped or bucket.world_size == 1 or bucket.holds_one_parameter
+    _take_out(graph, bucket, buffer, is_view=is_view, offset=0)
+
+
+def _gather_together(graph: torch.fx.Graph, buckets: list[GatheredBucket], is_grouped: bool) -> None:
+    """One all-gather of several buckets, which were checked to be of one kind."""
+    first = buckets[0]
+    name = ops.name_of_buckets([bucket.name for bucket in buckets])
+    with graph.inserting_before(analysis.kernel_begin(first.first_use)):
+        shards = [_converted(graph, bucket) for bucket in buckets]
+        if not is_grouped:
+            shards = [ops.call(graph, ops.JOIN, shards, name)]
+        buffer = _gathered(graph, shards, name, first, is_grouped)
+    offset = 0
+    for bucket in buckets:
+        _take_out(graph, bucket, buffer, is_view=is_grouped, offset=offset)
+        offset += bucket.shard.meta["val"].numel()
+
+
+def _gathered(
+    graph: torch.fx.Graph, shards: list[torch.fx.Node], name: str, like: GatheredBucket, is_grouped: bool
+) -> torch.fx.Node:
+    """The gathered buffer, ready."""
+    gather, sent = (ops.ALL_GATHER_GROUPED, shards) if is_grouped else (ops.ALL_GATHER, shards[0])
+    pending = ops.call(graph, gather, sent, name, like.num_gathered, like.group)
+    return ops.call(graph, ops.WAIT, pending)
+
+
+def _take_out(
+    graph: torch.fx.Graph, bucket: GatheredBucket, buffer: torch.fx.Node, *, is_view: bool, offset: int
+) -> None:
+    """Take every parameter of the bucket, which begins at `offset` of each rank's part of the buffer, out of it."""
+    for unshard, first_use in bucket.first_use_of_unshard.items():
+        parameter, within, shape, world_size = (
+            ops.argument(unshard, name) for name in ("parameter", "offset", "shape", "world_size")
+        )
+        out = ops.VIEW_OUT if is_view else ops.COPY_OUT
+        with graph.inserting_before(first_use):
+            full = ops.call(graph, out, buffer, parameter, offset + within, shape, world_size, like=unshard)
+        unshard.replace_all_uses_with(full)
 
 
 @dataclasses.dataclass(frozen=True)

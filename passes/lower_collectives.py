@@ -15,7 +15,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from bisect import bisect_right
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -142,14 +144,22 @@ def _all_gather(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     return lowering.call(_c10d.all_gather_into_tensor.default, shard, world_size, group, like=node)
 
 
+def _join(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
+    return lowering.call(_aten.cat.default, node.args[0], like=node)
+
+
 def _all_gather_grouped(lowering: _Lowering, node: torch.fx.Node) -> None:
-    shard, _, world_size, group = node.args
+    _, _, world_size, group = node.args
     outs = [out for wait in node.users for out in wait.users if ops.is_parameter_out(out)]
+    shards = list(ops.gathered_shards(node).values())
+    ends = list(accumulate(shard.meta["val"].numel() for shard in shards))
     slices = []
     for out in outs:
         offset, shape = ops.argument(out, "offset"), ops.argument(out, "shape")
-        end = offset + ops.shard_numel(shape, world_size)  # type: ignore[arg-type]
-        slices.append(lowering.section(shard, 0, offset, end, node))  # type: ignore[arg-type]
+        index = bisect_right(ends, offset)
+        begin = offset - (ends[index - 1] if index else 0)
+        end = begin + ops.shard_numel(shape, world_size)  # type: ignore[arg-type]
+        slices.append(lowering.section(shards[index], 0, begin, end, node))
     offsets = [ops.argument(out, "offset") for out in outs]
     target = _c10d.all_gather_into_tensor_coalesced.default
     _coalesced(lowering, node, offsets, target, slices, world_size, group)
@@ -270,6 +280,7 @@ def _free(lowering: _Lowering, node: torch.fx.Node) -> None:
 
 
 _RULES: dict[Any, Any] = {
+    ops.JOIN: _join,
     ops.ALL_GATHER: _all_gather,
     ops.ALL_GATHER_GROUPED: _all_gather_grouped,
     ops.REDUCE_SCATTER: _reduce_scatter,

@@ -17,7 +17,8 @@ gradient of `accumulated`, and "none" is for frozen parameters. With "reduce", `
 What the passes turn that into. The packed form of a gather or a reduction sends one buffer, with copies on one side;
 the grouped form sends one message per parameter in one call, and needs none:
 
-    all_gather(shard), all_gather_grouped(shard)      pending; all ranks' shards, one after another
+    all_gather(shard), all_gather_grouped(shards)     pending; all ranks' shards, one after another
+    join(shards)                                      the shards of several buckets, one after another
     wait(pending)                                     the buffer, ready
     copy_out(gathered, ...), view_out(gathered, ...)  one full parameter, as a new tensor or as a view
     store(value)                                      the value itself, in memory rather than computed where it is read
@@ -55,7 +56,8 @@ for _schema in (
     f"{_REDUCTION}) -> Tensor",
     f"reduce_gradient({_GRADIENTS}, {_SHARD_GROUP}, ScalarType dtype, Device device, {_REDUCTION}) -> Tensor",
     f"all_gather(Tensor shard, str bucket, {_SHARD_GROUP}) -> Tensor",
-    f"all_gather_grouped(Tensor shard, str bucket, {_SHARD_GROUP}) -> Tensor",
+    f"all_gather_grouped(Tensor[] shards, str bucket, {_SHARD_GROUP}) -> Tensor",
+    "join(Tensor[] shards, str bucket) -> Tensor",
     "wait(Tensor pending) -> Tensor",
     f"copy_out(Tensor gathered, {_PARAMETER}) -> Tensor",
     f"view_out(Tensor(a) gathered, {_PARAMETER}) -> Tensor(a)",
@@ -77,6 +79,7 @@ UNSHARD = torch.ops.fsdp.unshard.default
 REDUCE_GRADIENT = torch.ops.fsdp.reduce_gradient.default
 ALL_GATHER = torch.ops.fsdp.all_gather.default
 ALL_GATHER_GROUPED = torch.ops.fsdp.all_gather_grouped.default
+JOIN = torch.ops.fsdp.join.default
 WAIT = torch.ops.fsdp.wait.default
 COPY_OUT = torch.ops.fsdp.copy_out.default
 VIEW_OUT = torch.ops.fsdp.view_out.default
@@ -162,8 +165,13 @@ def _(shard: torch.Tensor, bucket: str, world_size: int, group: str) -> torch.Te
 
 
 @_fake("all_gather_grouped")
-def _(shard: torch.Tensor, bucket: str, world_size: int, group: str) -> torch.Tensor:
-    return shard.new_empty(shard.numel() * world_size)
+def _(shards: list[torch.Tensor], bucket: str, world_size: int, group: str) -> torch.Tensor:
+    return shards[0].new_empty(sum(shard.numel() for shard in shards) * world_size)
+
+
+@_fake("join")
+def _(shards: list[torch.Tensor], bucket: str) -> torch.Tensor:
+    return shards[0].new_empty(sum(shard.numel() for shard in shards))
 
 
 @_fake("wait")
@@ -296,6 +304,20 @@ def is_parameter_out(node: torch.fx.Node) -> bool:
 def unit_of_bucket(bucket: str) -> str:
     """The unit a bucket belongs to: `layers.0/bf16.frozen` is a bucket of the unit `layers.0`."""
     return bucket.partition("/")[0]
+
+
+def name_of_buckets(buckets: Sequence[str]) -> str:
+    """What a gather of several buckets at once says for its bucket."""
+    return ",".join(buckets)
+
+
+def gathered_shards(gather: torch.fx.Node) -> dict[str, torch.fx.Node]:
+    """What an all-gather gathers, by bucket: their shards, or what these were converted to."""
+    (source,) = gather.args[:1]
+    if isinstance(source, torch.fx.Node) and is_call(source, JOIN):
+        source = source.args[0]  # type: ignore[assignment]
+    shards: Any = source if isinstance(source, (list, tuple)) else [source]
+    return dict(zip(argument(gather, "bucket").split(","), shards, strict=True))
 
 
 def is_conversion(node: torch.fx.Node) -> bool:

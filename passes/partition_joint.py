@@ -23,6 +23,7 @@ A unit may also be sharded again over a smaller group (`ops.Part`): the part is 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -49,17 +50,45 @@ class PartitionJoint:
 
         `static_inputs` are the positions of the inputs that live as long as the model: the partitioner saves them free.
         """
+        return self.reshard_halves(Halves.of(joint, num_fwd_outputs, static_inputs))
+
+    def reshard_halves(self, halves: Halves) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        """Forward and backward from what the partitioner left, which is changed."""
+        if halves.unshards:
+            crossing = Crossing.of(halves.forward, halves.backward, halves.num_fwd_outputs, halves.unshards)
+            _reshard(crossing, kept_buckets(crossing, self.reshard), self.reshard)
+        return halves.forward, halves.backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """The two halves of a joint graph as the partitioner left them, full parameters inputs of the forward.
+
+    Attributes:
+        unshards: the erased unshards by the name of the input that stands for each.
+    """
+
+    forward: torch.fx.GraphModule
+    backward: torch.fx.GraphModule
+    num_fwd_outputs: int
+    unshards: Mapping[str, Unshard]
+
+    @classmethod
+    def of(cls, joint: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]) -> Halves:
         unshards = _present_as_inputs(joint.graph)
         static = [*static_inputs, *_positions_of_primals(joint.graph, unshards)]
         forward, backward = min_cut_rematerialization_partition(
             joint, [], num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
         )
         _draw_once(forward.graph, backward.graph, num_fwd_outputs)
-        if unshards:
-            crossing = Crossing.of(forward, backward, num_fwd_outputs, unshards)
-            kept = kept_buckets(crossing, self.reshard)
-            _reshard(crossing, kept, self.reshard)
-        return forward, backward
+        return cls(forward, backward, num_fwd_outputs, unshards)
+
+    def copy(self) -> Halves:
+        """The same with graphs of its own."""
+        forward, backward = (
+            torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)) for gm in (self.forward, self.backward)
+        )
+        return dataclasses.replace(self, forward=forward, backward=backward)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,8 +26,9 @@ from .insert_reduce_scatter import InsertReduceScatter
 from .lower_collectives import LowerCollectives
 from .merge_gradients import MergeGradients
 from .merge_unshards import MergeUnshards
-from .partition_joint import PartitionJoint
+from .partition_joint import Halves, PartitionJoint
 from .pin_matmuls import PinMatmuls
+from .plan import Gather, StepPlan
 from .prefetch_all_gather import PrefetchAllGather
 from .verifier import Signature, verify, verify_crossing, verify_lowered
 
@@ -69,39 +70,54 @@ class Pipeline:
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
         grouped: bool = False,
+        plan: StepPlan | None = None,
         observer: Observer | None = None,
     ) -> Pipeline:
-        """The passes with these options; `PartitionJoint`, `PrefetchAllGather` and `InsertAllGather` explain them."""
+        """The passes with these options; `PartitionJoint`, `PrefetchAllGather` and `InsertAllGather` explain them.
 
-        def side(distance: int) -> tuple[Pass, ...]:
+        A `plan` says how the units that it names are gathered, which of them are kept, and how long reductions may take.
+        """
+
+        def side(distance: int, gathers: tuple[Gather, ...]) -> tuple[Pass, ...]:
             return (
                 InsertReduceScatter(grouped),
-                InsertAllGather(grouped),
+                InsertAllGather(grouped, gathers),
                 InsertFree(),
-                PrefetchAllGather(distance),
-                DelayReduceScatterWait(min(distance, 1)),
+                PrefetchAllGather(distance, gathers),
+                DelayReduceScatterWait(min(distance, 1) if plan is None else plan.reductions),
                 EndLives(),
             )
 
         return cls(
             joint=(MergeUnshards(), MergeGradients()),
             partition=PartitionJoint(dict(reshard or {})),
-            forward=side(forward_prefetch),
-            backward=side(backward_prefetch),
+            forward=side(forward_prefetch, plan.forward if plan else ()),
+            backward=side(backward_prefetch, plan.backward if plan else ()),
             observer=observer,
         )
 
-    def rewrite_joint(
-        self, joint: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
-    ) -> tuple[Side, Side]:
-        """Forward and backward of a joint graph; `PartitionJoint` explains the arguments."""
+    def split(self, joint: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]) -> Halves:
+        """The joint graph in halves, which do not depend on the options; `PartitionJoint` explains the arguments."""
         for step in self.joint:
             self._run("joint", step, joint)
-        forward, backward = self.partition(joint, num_fwd_outputs, static_inputs)
-        verify_crossing(forward, backward, num_fwd_outputs)
+        return Halves.of(joint, num_fwd_outputs, static_inputs)
+
+    def rewrite_halves(self, halves: Halves) -> tuple[Side, Side]:
+        """Forward and backward from halves, which are changed."""
+        forward, backward = self.partition.reshard_halves(halves)
+        verify_crossing(forward, backward, halves.num_fwd_outputs)
         for name, gm in (("forward", forward), ("backward", backward)):
             self._observe(name, self.partition, gm)
         return self._finish("forward", self.forward, forward), self._finish("backward", self.backward, backward)
+
+    def draft_halves(self, halves: Halves) -> tuple[Side, Side]:
+        """As `rewrite_halves`, but neither lowered nor verified: to be looked at, and compared with other drafts."""
+        forward, backward = self.partition.reshard_halves(halves)
+        return _draft(self.forward, forward), _draft(self.backward, backward)
+
+    def draft_inference(self, gm: torch.fx.GraphModule) -> Side:
+        """As `rewrite_inference`, but neither lowered nor verified."""
+        return _draft((self.joint[0], *self.forward), gm)
 
     def rewrite_inference(self, gm: torch.fx.GraphModule) -> Side:
         """The graph of a call that needs no gradients."""
@@ -134,3 +150,9 @@ class Pipeline:
     def _observe(self, name: str, step: object, gm: torch.fx.GraphModule) -> None:
         if self.observer is not None:
             self.observer(name, step, gm)
+
+
+def _draft(steps: tuple[Pass, ...], gm: torch.fx.GraphModule) -> Side:
+    for step in steps:
+        step(gm)
+    return Side(gm, gm)

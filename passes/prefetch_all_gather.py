@@ -15,35 +15,85 @@ A cast of a shard starts with its gather; a copy from another device starts one 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch.fx
 
 from . import analysis, ops
 from .errors import pass_error
+from .plan import Gather
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefetchAllGather:
-    """`distance`: how many units ahead of its use a unit is gathered; 0 starts it when it is needed."""
+    """`distance`: how many units ahead of its use a unit is gathered; 0 starts it when it is needed.
+
+    `plan` says instead, for the gathers that it names, before the first use of which parameter they start.
+    """
 
     distance: int = 1
+    plan: tuple[Gather, ...] = ()
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         position = analysis.positions(gm.graph)
         key: dict[torch.fx.Node, Any] = {node: (index, 1, 0) for node, index in position.items()}
         start_of_move = starts(gm.graph, self.distance + 1) if self.distance else {}
-        for gather, start in starts(gm.graph, self.distance).items():
-            for node in [gather, *_conversions(gather)]:
-                begin = start_of_move[gather] if self.distance and ops.is_call(node, ops.MOVE) else start
+        planned = planned_starts(gm.graph, self.plan)
+        start_of_gather = starts(gm.graph, self.distance) | planned
+        for gather, start in start_of_gather.items():
+            for node in [gather, *_prepares(gather)]:
+                is_early = self.distance and gather not in planned and ops.is_call(node, ops.MOVE)
+                begin = start_of_move[gather] if is_early else start
                 key[node] = (position[begin], 0, position[node])
         analysis.reorder(gm.graph, key)
+
+
+def planned_starts(graph: torch.fx.Graph, plan: Sequence[Gather]) -> dict[torch.fx.Node, torch.fx.Node]:
+    """For every all-gather of the plan the node that it is to start before."""
+    top = _top(graph)
+    use_of_parameter = first_uses(graph)
+    start_of_bucket = {ops.name_of_buckets(gather.buckets): gather.start for gather in plan}
+    found = {}
+    for node in filter(ops.is_all_gather, graph.nodes):
+        if (bucket := ops.argument(node, "bucket")) in start_of_bucket:
+            start = start_of_bucket[bucket]
+            if start is not None and start not in use_of_parameter:
+                raise pass_error(f"{bucket} is planned to start before {start}, which the graph does not use", node)
+            found[node] = top if start is None else use_of_parameter[start]
+    return found
+
+
+def first_uses(graph: torch.fx.Graph) -> dict[str, torch.fx.Node]:
+    """For every parameter where the kernel begins that uses it first; where gathers are waited for there, these waits."""
+    position = analysis.positions(graph)
+    found: dict[str, torch.fx.Node] = {}
+    for node in graph.nodes:
+        if ops.is_parameter_out(node):
+            found.setdefault(ops.argument(node, "parameter"), _before_waits(analysis.kernel_begin(node)))
+        elif kept := ops.kept_parameter(node):
+            use = analysis.first_use(node, position)
+            found.setdefault(kept.parameter, _before_waits(analysis.kernel_begin(use)))
+    return found
+
+
+def _before_waits(node: torch.fx.Node) -> torch.fx.Node:
+    """The first of the waits for gathers that stand right before `node`, or `node`; after frees."""
+    while ops.is_call(node, ops.FREE):
+        node = node.next  # what ends here is gone before anything starts
+    while ops.is_call(node.prev, ops.WAIT) and ops.is_all_gather(node.prev.all_input_nodes[0]):
+        node = node.prev
+    return node
+
+
+def _top(graph: torch.fx.Graph) -> torch.fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")
 
 
 def starts(graph: torch.fx.Graph, distance: int) -> dict[torch.fx.Node, torch.fx.Node]:
     """For every all-gather the node that it is to start before."""
     units = _uses_of_units(graph)
-    top = next(node for node in graph.nodes if node.op != "placeholder")
+    top = _top(graph)
     start_of_gather: dict[torch.fx.Node, torch.fx.Node] = {}
     for index, (_, nodes) in enumerate(units):
         is_first = index < distance or _is_first_kept(units, index - distance)
@@ -71,13 +121,14 @@ def _uses_of_units(graph: torch.fx.Graph) -> list[tuple[str, list[torch.fx.Node]
     return units
 
 
-def _conversions(gather: torch.fx.Node) -> list[torch.fx.Node]:
-    """The casts and moves of the shard that is gathered."""
-    source: Any = gather.args[0]
-    found = []
-    while ops.is_conversion(source):
-        found.append(source)
-        source = source.args[0]
+def _prepares(gather: torch.fx.Node) -> list[torch.fx.Node]:
+    """What is done to the shards before they are gathered: moves, casts, and joining them."""
+    found: list[torch.fx.Node] = []
+    sources = list(gather.all_input_nodes)
+    for source in sources:
+        if ops.is_conversion(source) or ops.is_call(source, ops.JOIN):
+            found.append(source)
+            sources += source.all_input_nodes
     return found
 
 

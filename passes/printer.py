@@ -38,7 +38,8 @@ _SHOWN: dict[Any, tuple[str, ...]] = {  # of the arguments of our operators, tho
     ops.UNSHARD: ("shard", "offset"),
     ops.REDUCE_GRADIENT: ("gradients", "offsets"),
     ops.ALL_GATHER: ("shard",),
-    ops.ALL_GATHER_GROUPED: ("shard",),
+    ops.ALL_GATHER_GROUPED: ("shards",),
+    ops.JOIN: ("shards",),
     ops.WAIT: ("pending",),
     ops.COPY_OUT: ("gathered", "offset"),
     ops.VIEW_OUT: ("gathered", "offset"),
@@ -106,7 +107,13 @@ def _part_of_bucket(node: torch.fx.Node) -> tuple[str, str] | None:
         return ops.argument(collective, "bucket"), "gathered" if ops.is_all_gather(collective) else "grad"
     if ops.is_collective(node):
         return ops.argument(node, "bucket"), "pending" if ops.is_all_gather(node) else "grad.pending"
-    names: dict[Any, str] = {ops.PACK: "packed", ops.REDUCE_GRADIENT: "grad", ops.PART: "part", ops.RESHARD: "part"}
+    names: dict[Any, str] = {
+        ops.JOIN: "joined",
+        ops.PACK: "packed",
+        ops.REDUCE_GRADIENT: "grad",
+        ops.PART: "part",
+        ops.RESHARD: "part",
+    }
     return (ops.argument(node, "bucket"), names[node.target]) if ops.is_call(node, *names) else None
 
 
@@ -118,8 +125,12 @@ def _conversion(node: torch.fx.Node) -> str:
 
 def _bucket_of_input(node: torch.fx.Node) -> str | None:
     for user in node.users:
-        if ops.is_call(user, ops.UNSHARD) or ops.is_all_gather(user):
+        if ops.is_call(user, ops.UNSHARD):
             return str(ops.argument(user, "bucket"))
+        for gather in user.users if ops.is_call(user, ops.JOIN) else [user]:
+            if ops.is_all_gather(gather):
+                shards = ops.gathered_shards(gather)
+                return next((bucket for bucket, shard in shards.items() if shard is node), None)
         if ops.is_call(user, ops.VIEW_OUT):
             return f"{ops.argument(user, 'parameter')}.shard"
         if ops.is_conversion(user) and (bucket := _bucket_of_input(user)):

@@ -12,7 +12,7 @@ import torch.fx
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..passes import ops
-from .hardware import HARDWARE, Hardware, find_hardware
+from .hardware import HARDWARE, Hardware, find_hardware, hardware_of_gpu
 from .memory import CATEGORIES
 from .nodes import Compiler, full_bytes, num_bytes
 from .predict import OPTIMIZERS, Prediction, predict
@@ -62,21 +62,15 @@ def explain(
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     if not isinstance(hardware, Hardware):
-        hardware = find_hardware(hardware if hardware is not None else _name_of_gpu())
+        found = find_hardware(hardware) if hardware is not None else hardware_of_gpu()
+        if found is None:
+            raise ConfigError(
+                f"say for which hardware: one of {', '.join(HARDWARE)}, or a file that "
+                "`python -m fsdp_compile calibrate` wrote"
+            )
+        hardware = found
     predictions = [predict(each, hardware, optimizer=optimizer, compiler=compiler) for each in graphs]
     return Explanation(graphs, predictions)
-
-
-def _name_of_gpu() -> str:
-    if torch.cuda.is_available():
-        found = torch.cuda.get_device_name()
-        memory = torch.cuda.get_device_properties(0).total_memory
-        same = [name for name in HARDWARE if name.partition("-")[0] in found.lower()]
-        if same:
-            return min(same, key=lambda name: abs(HARDWARE[name].memory - memory))
-    raise ConfigError(
-        f"say for which hardware: one of {', '.join(HARDWARE)}, or a file that `python -m fsdp_compile calibrate` wrote"
-    )
 
 
 def _lines(graphs: RewrittenGraphs, prediction: Prediction) -> list[str]:

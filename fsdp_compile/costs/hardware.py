@@ -112,18 +112,32 @@ class Hardware:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-def find_hardware(name: str) -> Hardware:
-    """One of `HARDWARE` by its name, or the profile in a file of that name.
+def find_hardware(hardware: Hardware | str) -> Hardware:
+    """A description itself, one of `HARDWARE` by its name, or the profile in a file of that name.
 
     Raises:
-        ConfigError: there is neither, or the file holds no profile.
+        ConfigError: it is nothing of these, or the file holds no profile.
     """
-    if name in HARDWARE:
-        return HARDWARE[name]
-    path = Path(name)
+    if isinstance(hardware, Hardware):
+        return hardware
+    if not isinstance(hardware, str):
+        raise ConfigError(f"hardware is a Hardware, a name or the name of a file, not {hardware!r}")
+    if hardware in HARDWARE:
+        return HARDWARE[hardware]
+    path = Path(hardware)
     if not path.is_file():
-        raise ConfigError(f"hardware {name!r} is neither a file nor one of {', '.join(HARDWARE)}")
+        raise ConfigError(f"hardware {hardware!r} is neither a file nor one of {', '.join(HARDWARE)}")
     return Hardware.from_json(path.read_text())
+
+
+def hardware_of_gpu() -> Hardware | None:
+    """The description of the GPU at hand; None without one, or without a description of it."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_name()
+    memory = torch.cuda.get_device_properties(0).total_memory
+    same = [name for name in HARDWARE if name.partition("-")[0] in found.lower()]
+    return HARDWARE[min(same, key=lambda name: abs(HARDWARE[name].memory - memory))] if same else None
 
 
 def _nvidia(

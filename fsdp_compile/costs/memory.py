@@ -123,11 +123,26 @@ def _lives(
     for node in graph.nodes:
         if node.op != "call_function" or analysis.is_alias(node) or is_item(node) or node in not_written:
             continue
+        if ops.is_call(node, ops.ALL_GATHER_GROUPED):
+            lives |= _lives_of_messages(node, time)
+            continue
         for tensor in [user for user in node.users if is_item(user)] or [node]:
             if size := num_bytes(tensor.meta.get("val")):
                 ends = [_end(reader, time) for reader in analysis.uses(tensor) if not ops.is_call(reader, ops.FREE)]
                 lives[tensor] = _Life(time[node], max(ends), size, category_of(tensor))
     return _with_reuse(lives) if compiler == "inductor" else lives
+
+
+def _lives_of_messages(gather: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> dict[torch.fx.Node, _Life]:
+    """The lives of what a grouped gather brings: every parameter is in memory by itself."""
+    (wait,) = gather.users
+    lives = {}
+    for out in filter(ops.is_parameter_out, wait.users):
+        shape, world_size = ops.argument(out, "shape"), ops.argument(out, "world_size")
+        size = ops.shard_numel(shape, world_size) * world_size * out.meta["val"].element_size()
+        ends = [_end(reader, time) for reader in analysis.uses(out) if not ops.is_call(reader, ops.FREE)]
+        lives[out] = _Life(time[gather], max(ends), size, "gathered")
+    return lives
 
 
 def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Life]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -212,3 +213,25 @@ def num_shards_of(mesh: DeviceMesh | None) -> int:
 
 def is_nccl(mesh: DeviceMesh) -> bool:
     return "nccl" in dist.get_backend(mesh.get_group(mesh.ndim - 1))
+
+
+def first_ranks(mesh: DeviceMesh | None, name: str, make: Callable[[], str]) -> str:
+    """What `make` returns on the first rank of the mesh. The others do not call it: they wait, and are told.
+
+    It goes through the store of the process group, not through a collective: a rank that never asks makes others stop
+    with an error, not hang. A name is asked for once.
+
+    Raises:
+        RuntimeError: the first rank has not answered within the time limit of the store.
+    """
+    if mesh is None or dist.get_backend(mesh.get_group(0)) == "fake":
+        return make()
+    ranks = mesh.mesh.flatten().tolist()
+    store = dist.PrefixStore("fsdp_compile", distributed_c10d._get_default_store())
+    key = hashlib.sha256(f"{ranks} {name}".encode()).hexdigest()
+    if dist.get_rank() == ranks[0]:
+        store.set(key, make())
+    try:
+        return store.get(key).decode()
+    except dist.DistStoreError as e:
+        raise RuntimeError(f"rank {ranks[0]} has not said what the {name.split()[0]} is that all ranks follow") from e

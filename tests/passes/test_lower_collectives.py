@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from fsdp_compile.capture import Capture
+from fsdp_compile.capture import Capture, no_plan
 from fsdp_compile.config import Reduction
 from fsdp_compile.layout import Placement, lay_out
 from fsdp_compile.passes import ops
@@ -360,7 +360,7 @@ def compiled(model):
     torch._dynamo.reset()
 
     def backend(gm, example_inputs):
-        capture = Capture(Pipeline.of(), lambda graphs: None, lambda gradients, arguments: None, generates_code=False)
+        capture = Capture(lambda plan: Pipeline.of(), no_plan, lambda graphs: None, lambda gradients, arguments: None, generates_code=False)
         return capture.compile(gm, example_inputs)
 
     return torch.compile(model, backend=backend, fullgraph=True)

@@ -48,9 +48,9 @@ MergeGradients()""",
             "\n".join(map(repr, pipeline.forward)),
             """\
 InsertReduceScatter(grouped=True)
-InsertAllGather(grouped=True)
+InsertAllGather(grouped=True, plan=())
 InsertFree()
-PrefetchAllGather(distance=2)
+PrefetchAllGather(distance=2, plan=())
 DelayReduceScatterWait(distance=1)
 EndLives()""",
         )
@@ -58,9 +58,9 @@ EndLives()""",
             "\n".join(map(repr, pipeline.backward)),
             """\
 InsertReduceScatter(grouped=True)
-InsertAllGather(grouped=True)
+InsertAllGather(grouped=True, plan=())
 InsertFree()
-PrefetchAllGather(distance=0)
+PrefetchAllGather(distance=0, plan=())
 DelayReduceScatterWait(distance=0)
 EndLives()""",
         )

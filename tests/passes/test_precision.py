@@ -200,8 +200,8 @@ class TestParts(Pictures):
             f"{graphs.forward}\n{graphs.backward}",
             """\
 forward(low: f32[4], primals_2: f32[3,4], mid: f32[4], top: f32[4])
-  low.pending: f32[16] = fsdp.all_gather_grouped(low)
-  mid.pending: f32[16] = fsdp.all_gather_grouped(mid)
+  low.pending: f32[16] = fsdp.all_gather_grouped([low])
+  mid.pending: f32[16] = fsdp.all_gather_grouped([mid])
   low.gathered: f32[16] = fsdp.wait(low.pending)
   low.weight: f32[4,4] = fsdp.view_out(low.gathered, 0)
   permute: f32[4,4] = permute(low.weight, [1, 0])
@@ -225,7 +225,7 @@ backward(mid: f32[4], top: f32[8], primals_2: f32[3,4], mm: f32[3,4], mm_1: f32[
   permute_3: f32[4,3] = permute(tangents_1, [1, 0])
   mm_3: f32[4,4] = mm(permute_3, mm_1)
   top.grad.pending: f32[4] = fsdp.reduce_scatter_grouped([mm_3], [0])
-  mid.pending: f32[16] = fsdp.all_gather_grouped(mid)
+  mid.pending: f32[16] = fsdp.all_gather_grouped([mid])
   top.gathered: f32[16] = fsdp.wait(top.pending)
   top.weight: f32[4,4] = fsdp.view_out(top.gathered, 0)
   permute_2: f32[4,4] = permute(top.weight, [1, 0])

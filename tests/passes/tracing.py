@@ -110,7 +110,7 @@ def trace(
     reading = reading_copy(model, layouts)
     install_casts(reading, precision)
     prepare(reading)
-    return Trace(steps, capture_only(reading, off_meta(inputs), {}, pipeline))
+    return Trace(steps, capture_only(reading, off_meta(inputs), {}, lambda plan: pipeline))
 
 
 def axes_of(world_size: int, replicas: int = 1) -> Axes:

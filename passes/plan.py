@@ -1,0 +1,49 @@
+"""Plans: what was decided for a step, as values. The passes follow them; where they come from is not their concern."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """One all-gather of a plan.
+
+    Attributes:
+        buckets: what it gathers, in the order of first use; more than one are sent together.
+        is_grouped: whether every parameter is a message of its own, rather than all of them one that is copied out of.
+        start: the parameter before whose first use it starts; None for the beginning of the graph.
+    """
+
+    buckets: tuple[str, ...]
+    is_grouped: bool
+    start: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What was decided for one forward and its backward.
+
+    Attributes:
+        kept: units whose parameters stay gathered from forward to backward.
+        forward, backward: the gathers in order. What they do not name is gathered as without a plan.
+        reductions: how many reductions may be under way at once; see `DelayReduceScatterWait`.
+    """
+
+    kept: tuple[str, ...]
+    forward: tuple[Gather, ...]
+    backward: tuple[Gather, ...]
+    reductions: int
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepPlan:
+        fields = json.loads(text)
+        sides = {
+            side: tuple(Gather(tuple(each["buckets"]), each["is_grouped"], each["start"]) for each in fields[side])
+            for side in ("forward", "backward")
+        }
+        return cls(tuple(fields["kept"]), reductions=fields["reductions"], **sides)
