@@ -29,7 +29,16 @@ from .reading import off_meta, reading_copy
 from .runtime.groups import device_of, num_shards_of, resolve_mesh
 from .scheduling import Goal, Planner
 from .sharded_module import become_sharded
-from .sharding import Plan, check_modules, check_not_sharded, note_sharding, options_of, pipeline_of, shard_parameters, sharding_of
+from .sharding import (
+    Plan,
+    check_modules,
+    check_not_sharded,
+    note_sharding,
+    options_of,
+    pipeline_of,
+    shard_parameters,
+    sharding_of,
+)
 from .units import Unit, find_units
 
 

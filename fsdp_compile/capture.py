@@ -23,8 +23,9 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from .errors import CaptureError, ConfigError, PassError, VerifyError
-from .graphs import RewrittenGraphs
+from .graphs import Draft, RewrittenGraphs
 from .passes import analysis, ops
+from .passes.partition_joint import Halves
 from .passes.pipeline import Pipeline
 from .passes.plan import StepPlan
 from .runtime.gradients import shard_of
@@ -71,7 +72,7 @@ class Capture:
     """
 
     pipeline: Callable[[StepPlan | None], Pipeline]
-    plan: Callable[[str, Callable[[Pipeline], RewrittenGraphs]], StepPlan | None]
+    plan: Callable[[str, Draft], StepPlan | None]
     on_graphs: Callable[[RewrittenGraphs], None]
     on_backward: Callable[[Sequence[BucketGradient], dict[str, Any]], None]
     generates_code: bool = True
@@ -102,7 +103,7 @@ class Capture:
             return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)  # type: ignore[return-value]
 
     def _rewrite_inference(self, gm: torch.fx.GraphModule) -> None:
-        def draft(pipeline: Pipeline) -> RewrittenGraphs:
+        def draft(pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
             copied = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
             return RewrittenGraphs.of(pipeline.draft_inference(copied))
 
@@ -163,6 +164,30 @@ def refuse_writes(graph: torch.fx.Graph, sharded: Mapping[torch.fx.Node, str]) -
                 parameter_of_value[node] = parameter_of_value[first]
 
 
+@dataclasses.dataclass
+class _Halves:
+    """A joint graph in halves, for every activation memory budget that is asked for; it is left as it is."""
+
+    joint: torch.fx.GraphModule
+    pipeline: Pipeline
+    num_fwd_outputs: int
+    static_inputs: Sequence[int]
+    found: dict[float | None, Halves] = dataclasses.field(default_factory=dict)
+
+    def of(self, activations: float | None) -> Halves:
+        if activations not in self.found:
+            setting = {} if activations is None else {"activation_memory_budget": activations}
+            copied = torch.fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
+            with torch._functorch.config.patch(setting):
+                self.found[activations] = self.pipeline.split(copied, self.num_fwd_outputs, self.static_inputs)
+        return self.found[activations]
+
+
+def activations_are_free() -> bool:
+    """Whether torch's activation memory budget is as it is by default."""
+    return bool(torch._functorch.config.activation_memory_budget == 1.0)
+
+
 class Partitioner(CustomPartitionerFn):
     """Where Inductor asks for a partition of the joint graph, the pipeline runs."""
 
@@ -174,14 +199,13 @@ class Partitioner(CustomPartitionerFn):
         self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         static_inputs = kwargs.get("static_lifetime_input_indices") or ()
-        program = _program("training", gm.graph)
-        halves = self.capture.pipeline(None).split(gm, kwargs["num_fwd_outputs"], static_inputs)
+        halves = _Halves(gm, self.capture.pipeline(None), kwargs["num_fwd_outputs"], static_inputs)
 
-        def draft(pipeline: Pipeline) -> RewrittenGraphs:
-            return RewrittenGraphs.of(*pipeline.draft_halves(halves.copy()))
+        def draft(pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
+            return RewrittenGraphs.of(*pipeline.draft_halves(halves.of(activations).copy()))
 
-        plan = self.capture.plan(program, draft)
-        forward, backward = self.capture.pipeline(plan).rewrite_halves(halves)
+        plan = self.capture.plan(_program("training", gm.graph), draft)
+        forward, backward = self.capture.pipeline(plan).rewrite_halves(halves.of(plan.activations if plan else None))
         self.gradients += bucket_gradients(backward.scheduled.graph)
         self.capture.on_graphs(RewrittenGraphs.of(forward, backward, plan))
         return forward.lowered, backward.lowered
@@ -229,7 +253,7 @@ class _Captured(Exception):
         self.graphs = graphs
 
 
-def no_plan(program: str, rewrite: Callable[[Pipeline], RewrittenGraphs]) -> None:
+def no_plan(program: str, draft: Draft) -> None:
     """For a `Capture` whose schedule follows from the options alone."""
 
 
@@ -238,7 +262,7 @@ def capture_only(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     pipeline: Callable[[StepPlan | None], Pipeline],
-    plan: Callable[[str, Callable[[Pipeline], RewrittenGraphs]], StepPlan | None] = no_plan,
+    plan: Callable[[str, Draft], StepPlan | None] = no_plan,
 ) -> RewrittenGraphs:
     """The rewritten graphs of `model(*args, **kwargs)`, which is traced and not run; arguments as those of `Capture`.
 

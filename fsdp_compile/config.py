@@ -224,6 +224,4 @@ def num_bytes_of(memory_budget: object) -> int | None:
             number = int(float(match[1]) * _UNITS[match[2]])
     if isinstance(number, int) and not isinstance(number, bool) and number > 0:
         return number
-    raise ConfigError(
-        f"memory_budget is a positive number of bytes, or text such as '16 GiB', not {memory_budget!r}"
-    )
+    raise ConfigError(f"memory_budget is a positive number of bytes, or text such as '16 GiB', not {memory_budget!r}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch.fx
 
-from .passes.pipeline import Side
+from .passes.pipeline import Pipeline, Side
 from .passes.plan import StepPlan
 from .passes.printer import print_graph, print_schedule
 
@@ -68,3 +69,8 @@ class RewrittenGraphs:
 
     def __str__(self) -> str:
         return "\n\n".join(str(side) for side in (self.forward, self.backward) if side is not None)
+
+
+Draft = Callable[[Pipeline, float | None], RewrittenGraphs]
+"""The graphs that a pipeline makes of what was captured, with an activation memory budget (None: as it is set); neither
+lowered nor verified."""

@@ -36,7 +36,6 @@ def best_plan(
     limit: int | None = None,
     ends: Sequence[int] | None = None,
     forms: Sequence[bool] = (False, True),
-    slack: float = 1.0,
 ) -> Plan:
     """The plan that takes least time; of those tried that take as little, the one with the lowest peak.
 
@@ -48,7 +47,6 @@ def best_plan(
         limit: most bytes in memory during any step; None for no limit.
         ends: of units, as in `plain_plan`. The result is never slower than their plain plans that fit.
         forms: whether buckets may be packed, and not.
-        slack: starts are moved back only as far as costs nothing even if collectives take this many times as long.
 
     Raises:
         ConfigError: no plan fits.
@@ -62,7 +60,7 @@ def best_plan(
     candidates = [_Search(chain, channel, limit, forms).plan()]
     if ends:
         candidates += [plain_plan(chain, ends, is_packed=is_packed) for is_packed in forms]
-    candidates += [_delayed(chain, candidate, channel, slack) for candidate in candidates]
+    candidates += [_delayed(chain, candidate, channel) for candidate in candidates]
     outcomes = [evaluate(chain, candidate, channel) for candidate in candidates]
     fitting = [index for index, outcome in enumerate(outcomes) if limit is None or outcome.peak <= limit]
     return candidates[min(fitting, key=lambda index: (outcomes[index].seconds, outcomes[index].peak))]
@@ -92,8 +90,8 @@ def front(
         limit = max(outcome.peak - resolution, chain.lowest_peak)
 
 
-def _delayed(chain: Chain, plan: Plan, channel: Channel, slack: float) -> Plan:
-    """The plan with every start as late as costs nothing if collectives take `slack` times as long.
+def _delayed(chain: Chain, plan: Plan, channel: Channel) -> Plan:
+    """The plan with every start as late as costs nothing.
 
     One sweep from the end: `deadline` is when compute has to be at a position for the plan to take no longer than it
     does. Starts before a position do not change when compute reaches it before they are moved, and once they are, the
@@ -111,7 +109,7 @@ def _delayed(chain: Chain, plan: Plan, channel: Channel, slack: float) -> Plan:
             if bucket.is_packed:
                 deadline -= chain.parameters[parameter].num_bytes / channel.copy_bandwidth
             if parameter == bucket.begin:
-                next_begins = min(deadline, next_begins) - slack * seconds_of(chain, bucket, channel)
+                next_begins = min(deadline, next_begins) - seconds_of(chain, bucket, channel)
                 latest = bisect_right(reached, next_begins) - 1
                 next_start = max(bucket.start, min(latest, step, next_start))
                 buckets[index] = dataclasses.replace(bucket, start=next_start)

@@ -1,23 +1,27 @@
 """Scheduling: the plan of a step, by what the cost model says of it, within a limit of bytes.
 
-    1. The graphs are rewritten once with every unit freed after the forward: what computes when, what is in memory
-       anyway, what is gathered and reduced is read from them, as one chain for each direction.
-    2. Which units stay gathered between forward and backward: those that the forward uses last, as many as pay and
-       fit. They are in memory for the shortest time, and their gathers are those that the backward waits for first.
-    3. For each choice of those, `planning.best_plan` cuts the rest into gathers and says when each starts.
-    4. The best ones are rewritten and predicted in full, and so is what the user asked for without a plan. The fastest
-       that fits is taken.
+1. The graphs are rewritten once with every unit freed after the forward: what computes when, what is in memory
+   anyway, what is gathered and reduced is read from them, as one chain for each direction.
+2. Which units stay gathered between forward and backward: those that the forward uses last, as many as pay and
+   fit. They are in memory for the shortest time, and their gathers are those that the backward waits for first.
+3. For each choice of those, `planning.best_plan` cuts the rest into gathers and says when each starts.
+4. The best ones are rewritten and predicted in full, and so is what the user asked for without a plan. The fastest
+   that fits is taken.
+5. Where memory is what limits it, all of this is done again for programs that save less and compute more.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch.fx
 
-from .chains import Chain, Channel, Outcome, Parameter, Reduction, evaluate
+from .chains import Chain, Channel, Parameter, Reduction, evaluate
 from .chains import Plan as ChainPlan
 from .costs import collectives
 from .costs.collectives import Ring
@@ -27,7 +31,7 @@ from .costs.nodes import Compiler, full_bytes, kernels_of, num_bytes
 from .costs.predict import Prediction, predict, rings_of
 from .costs.timeline import seconds_of
 from .errors import ConfigError
-from .graphs import RewrittenGraphs
+from .graphs import Draft, RewrittenGraphs
 from .passes import ops
 from .passes.pipeline import Pipeline
 from .passes.plan import Gather, StepPlan
@@ -37,13 +41,12 @@ from .planning import best_plan
 MARGIN = 0.05
 """The part of a memory budget that plans leave: predictions of the peak are within so much of what is measured."""
 
-_SLACK = 2.0  # gathers start early enough for messages that take twice as long as predicted
+_SLACK = 1.5  # gathers are planned for messages that take so many times as long as predicted
 _SAME = 1.001  # plans within this factor are as fast as each other; then the one with the lower peak is better
 _UNDER_WAY = (1, 2, 4)  # numbers of reductions at once that are tried
+_FINE = 0.01  # what is gathered at a time is lowered as long as that is worth this part of it
 _SIZES = 12  # numbers of kept units that are tried at first
-
-Draft = Callable[[Pipeline], RewrittenGraphs]
-"""The graphs that a pipeline makes of what was captured; neither lowered nor verified."""
+_ACTIVATIONS = (0.75, 0.5, 0.25)  # activation memory budgets that are tried where memory is short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +77,14 @@ class Options:
         base: the passes that free every unit and pack nothing.
         forms: whether buckets may be packed, and not.
         fixed: units that are kept, or not, because the user said so.
+        activations: whether what is saved is open, or torch's activation memory budget has been set.
     """
 
     pipeline: Callable[[StepPlan | None], Pipeline]
     base: Pipeline
     forms: Sequence[bool]
     fixed: Mapping[str, bool]
+    activations: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,30 +105,50 @@ def find_plan(draft: Draft, options: Options, goal: Goal) -> Found:
     Raises:
         ConfigError: no plan fits into a memory budget. Without one, what needs least is returned.
     """
-    step = _Step.of(draft(options.base), goal)
-    candidates = [_found(None, draft, options, goal)]
-    limit = goal.limit
-    for _ in range(3):
-        if (plan := _best(step, options, limit)) is None:
-            break
-        planned = [_found(plan, draft, options, goal)]
-        if step.backward is not None and step.backward.reductions:
-            more = [dataclasses.replace(plan, reductions=number) for number in _UNDER_WAY[1:]]
-            planned += [_found(each, draft, options, goal) for each in more]
-        candidates += planned
-        excess = min(found.peak for found in planned) - goal.limit
-        if excess <= 0:
-            break
-        limit -= excess
+    step = _Step.of(draft(options.base, None), goal)
+    candidates = [_found(None, draft, options, goal), *_planned(step, None, draft, options, goal)]
+    if options.activations and _is_short(step, candidates, options, goal):
+        for activations in _ACTIVATIONS:
+            step = _Step.of(draft(options.base, activations), goal)
+            if step.compute >= min(
+                (c.prediction.seconds for c in candidates if c.peak <= goal.limit), default=math.inf
+            ):
+                break  # what is computed again costs more than memory would gain; with fewer activations, even more
+            candidates += _planned(step, activations, draft, options, goal)
     fitting = [found for found in candidates if found.peak <= goal.limit]
-    if not fitting:
-        candidates.append(_found(_lean(step, options), draft, options, goal))
-        least = min(candidates, key=lambda found: found.peak)
-        if least.peak > goal.limit and goal.memory_budget is not None:
-            raise ConfigError(_what_is_missing(least, goal))
-        return least
-    fastest = min(found.prediction.seconds for found in fitting)
-    return min((found for found in fitting if found.prediction.seconds <= _SAME * fastest), key=lambda f: f.peak)
+    if fitting:
+        fastest = min(found.prediction.seconds for found in fitting)
+        return min((found for found in fitting if found.prediction.seconds <= _SAME * fastest), key=lambda f: f.peak)
+    least = min(candidates, key=lambda found: found.peak)
+    if goal.memory_budget is not None:
+        raise ConfigError(_what_is_missing(least, goal))
+    return least
+
+
+def _planned(step: _Step, activations: float | None, draft: Draft, options: Options, goal: Goal) -> list[Found]:
+    """Plans for these activations: one that fits if there is any, the same with more reductions under way."""
+    found: list[Found] = []
+    limit = goal.limit
+    while limit > 0 and len(found) < 3 and (best := _best(step, options, limit)):
+        plan = dataclasses.replace(best.plan, activations=activations)
+        found.append(_found(plan, draft, options, goal))
+        excess = found[-1].peak - goal.limit
+        if excess <= 0:
+            for number in _UNDER_WAY[1:] if step.backward and step.backward.reductions else ():
+                found.append(_found(dataclasses.replace(plan, reductions=number), draft, options, goal))
+                if found[-1].prediction.seconds * _SAME >= found[-2].prediction.seconds:
+                    break
+            return found
+        limit -= excess  # the chains do not see all that is in memory
+    return [*found, _found(_lean(step, options, activations), draft, options, goal)]
+
+
+def _is_short(step: _Step, candidates: Sequence[Found], options: Options, goal: Goal) -> bool:
+    """Whether there would be a faster plan with more memory."""
+    if not any(found.peak <= goal.limit for found in candidates):
+        return True
+    limited, unlimited = _best(step, options, goal.limit), _best(step, options, sys.maxsize)
+    return limited is None or (unlimited is not None and limited.seconds > _SAME * unlimited.seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +192,7 @@ class Planner:
 
 
 def _found(plan: StepPlan | None, draft: Draft, options: Options, goal: Goal) -> Found:
-    graphs = draft(options.pipeline(plan))
+    graphs = draft(options.pipeline(plan), plan.activations if plan else None)
     return Found(plan, predict(graphs, goal.hardware, compiler=goal.compiler))
 
 
@@ -298,11 +323,15 @@ def _atoms(graph: torch.fx.Graph, step_of: Mapping[torch.fx.Node, int]) -> Itera
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What a plan is made from: both directions (one, without gradients), and what gathers cost."""
+    """What a plan is made from: both directions (one, without gradients), and what gathers cost.
+
+    `compute` is the seconds that any plan takes.
+    """
 
     forward: _Side
     backward: _Side | None
     channel: Channel
+    compute: float
 
     @classmethod
     def of(cls, graphs: RewrittenGraphs, goal: Goal) -> _Step:
@@ -313,7 +342,8 @@ class _Step:
             moments = [moment for moment in prediction.memory.moments if side and moment.side == side.title]
             sides.append(_Side.of(side.graph, moments, rings, goal) if side else None)
         assert sides[0] is not None
-        return cls(sides[0], sides[1], _channel(graphs, rings, goal.hardware))
+        compute = prediction.timeline.compute + prediction.optimizer_seconds
+        return cls(sides[0], sides[1], _channel(graphs, rings, goal.hardware), compute)
 
     def kept_first(self) -> list[str]:
         """The units that could be kept, from the one that the backward uses first."""
@@ -327,9 +357,9 @@ def _channel(graphs: RewrittenGraphs, rings: Mapping[str, Ring], hardware: Hardw
     sizes = [rings[ops.argument(node, "group")] for node in gathers] or [Ring(1, 1)]
     ring = max(sizes, key=lambda ring: ring.size)
     num = 2**30 * ring.size
-    start = collectives.all_gather(0, ring, hardware)
-    sending = collectives.all_gather(num, ring, hardware) - start
-    return Channel(start, 0.0, num / sending if sending else float("inf"), hardware.memory_bandwidth / 2)
+    start = _SLACK * collectives.all_gather(0, ring, hardware)
+    sending = _SLACK * collectives.all_gather(num, ring, hardware) - start
+    return Channel(start, 0.0, num / sending if sending else math.inf, hardware.memory_bandwidth / 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -337,46 +367,58 @@ def _channel(graphs: RewrittenGraphs, rings: Mapping[str, Ring], hardware: Hardw
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def _best(step: _Step, options: Options, limit: int) -> StepPlan | None:
-    """The best plan by the chains; None if none fits."""
-    order = [unit for unit in step.kept_first() if unit not in options.fixed]
-    always = [unit for unit in step.kept_first() if options.fixed.get(unit) is False]
-    tried: dict[int, tuple[float, int, StepPlan]] = {}
+@dataclasses.dataclass(frozen=True)
+class _Estimate:
+    """A plan, and what it takes by the chains."""
 
-    def try_sizes(sizes: Sequence[int]) -> None:
+    seconds: float
+    plan: StepPlan
+
+
+def _best(step: _Step, options: Options, limit: int) -> _Estimate | None:
+    """The best plan by the chains, with as few units kept as it takes; None if none fits."""
+    order = [unit for unit in step.kept_first() if unit not in options.fixed]
+    always = _always_kept(step, options)
+    found: dict[int, _Estimate] = {}
+
+    def try_sizes(sizes: Iterable[int]) -> None:
         for size in sizes:
-            if size not in tried and (found := _with_kept(step, [*always, *order[:size]], options.forms, limit)):
-                tried[size] = found
+            estimate = _with_kept(step, [*always, *order[:size]], options.forms, limit)
+            if size not in found and estimate is not None:
+                found[size] = estimate
 
     gap = max(1, len(order) // _SIZES)
     try_sizes([*range(0, len(order), gap), len(order)])
-    if not tried:
+    if not found:
         return None
-    best = min(tried, key=lambda size: tried[size][:2])
-    try_sizes(range(max(0, best - gap + 1), min(len(order), best + gap - 1) + 1))
-    fastest = min(seconds for seconds, _, _ in tried.values())
-    return min((found for found in tried.values() if found[0] <= _SAME * fastest), key=lambda found: found[1])[2]
+    fastest = min(found, key=lambda size: found[size].seconds)
+    try_sizes(range(max(0, fastest - gap + 1), min(len(order) + 1, fastest + gap)))
+    seconds = min(estimate.seconds for estimate in found.values())
+    size = min(size for size, estimate in found.items() if estimate.seconds <= _SAME * seconds)
+    return _with_kept(step, [*always, *order[:size]], options.forms, limit, is_lean=True)
 
 
-def _lean(step: _Step, options: Options) -> StepPlan:
+def _always_kept(step: _Step, options: Options) -> list[str]:
+    return [unit for unit in step.kept_first() if options.fixed.get(unit) is False]
+
+
+def _lean(step: _Step, options: Options, activations: float | None) -> StepPlan:
     """The plan that needs least: what is gathered is gathered when it is needed, and reductions are waited for."""
-    kept = [unit for unit in step.kept_first() if options.fixed.get(unit) is False]
-    sides = [
-        [
-            Gather((atom.bucket,), not options.forms[0], side.starts[atom.parameter.first])
-            for atom in (side.atoms if side else ())
-        ]
-        for side in (step.forward, step.backward)
-    ]
-    return StepPlan(tuple(kept), tuple(sides[0]), tuple(sides[1]), 0)
+    is_grouped = not options.forms[0]
+    sides = []
+    for side in (step.forward, step.backward):
+        atoms = side.atoms if side else ()
+        starts = side.starts if side else ()
+        sides.append(tuple(Gather((atom.bucket,), is_grouped, starts[atom.parameter.first]) for atom in atoms))
+    return StepPlan(tuple(_always_kept(step, options)), sides[0], sides[1], 0, activations)
 
 
 def _with_kept(
-    step: _Step, kept: Sequence[str], forms: Sequence[bool], limit: int
-) -> tuple[float, int, StepPlan] | None:
-    """Seconds, peak and plan where these units are kept; None if no plan fits."""
+    step: _Step, kept: Sequence[str], forms: Sequence[bool], limit: int, *, is_lean: bool = False
+) -> _Estimate | None:
+    """The best plan where these units are kept, if one fits; with `is_lean`, in as few bytes as it takes."""
     gathers: list[tuple[Gather, ...]] = []
-    outcomes: list[Outcome] = []
+    seconds = 0.0
     for side, is_forward in ((step.forward, True), (step.backward, False)):
         if side is None:
             gathers.append(())
@@ -385,9 +427,25 @@ def _with_kept(
         chain = side.chain(atoms, kept, is_forward=is_forward)
         if chain.lowest_peak > limit:
             return None
-        ends = range(1, len(atoms) + 1)
-        plan = best_plan(chain, step.channel, limit=limit, ends=ends, forms=forms, slack=_SLACK)
-        outcomes.append(evaluate(chain, plan, step.channel))
+        search = partial(best_plan, channel=step.channel, ends=range(1, len(atoms) + 1), forms=forms)
+        plan = _leanest(chain, step.channel, search, limit) if is_lean else search(chain, limit=limit)
+        seconds += evaluate(chain, plan, step.channel).seconds
         gathers.append(tuple(side.gathers(atoms, plan)))
-    seconds, peak = sum(outcome.seconds for outcome in outcomes), max(outcome.peak for outcome in outcomes)
-    return seconds, peak, StepPlan(tuple(kept), gathers[0], gathers[1], _UNDER_WAY[0])
+    return _Estimate(seconds, StepPlan(tuple(kept), gathers[0], gathers[1], _UNDER_WAY[0]))
+
+
+def _leanest(chain: Chain, channel: Channel, search: Callable[..., ChainPlan], limit: int) -> ChainPlan:
+    """Of the plans as fast as the fastest, one that gathers little at a time, even where there is room for more."""
+    plan = search(chain, limit=limit)
+    fast = _SAME * evaluate(chain, plan, channel).seconds
+    bare = dataclasses.replace(chain, held=[0] * len(chain.held))
+    low, high = bare.lowest_peak, evaluate(bare, plan, channel).peak
+    while high - low > _FINE * high:
+        middle = (low + high) // 2
+        tight = dataclasses.replace(chain, held=[max(held, limit - middle) for held in chain.held])
+        other = search(tight, limit=limit) if tight.lowest_peak <= limit else None
+        if other is not None and evaluate(chain, other, channel).seconds <= fast:
+            plan, high = other, middle
+        else:
+            low = middle
+    return plan

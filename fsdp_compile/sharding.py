@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from .capture import activations_are_free
 from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
@@ -149,6 +150,7 @@ def options_of(
         pipeline_of(base, units, num_shards, parts, True, StepPlan((), (), (), 1)),
         forms,
         {unit: bool(value) for unit, value in fixed.items()},
+        activations_are_free(),
     )
 
 

@@ -85,9 +85,7 @@ class Halves:
 
     def copy(self) -> Halves:
         """The same with graphs of its own."""
-        forward, backward = (
-            torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)) for gm in (self.forward, self.backward)
-        )
+        forward, backward = (torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)) for gm in (self.forward, self.backward))
         return dataclasses.replace(self, forward=forward, backward=backward)
 
 

@@ -29,12 +29,15 @@ class StepPlan:
         kept: units whose parameters stay gathered from forward to backward.
         forward, backward: the gathers in order. What they do not name is gathered as without a plan.
         reductions: how many reductions may be under way at once; see `DelayReduceScatterWait`.
+        activations: the activation memory budget of torch's partitioner; 1 saves all that is not cheap to compute again.
+            None leaves it as it is set.
     """
 
     kept: tuple[str, ...]
     forward: tuple[Gather, ...]
     backward: tuple[Gather, ...]
     reductions: int
+    activations: float | None = None
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -46,4 +49,4 @@ class StepPlan:
             side: tuple(Gather(tuple(each["buckets"]), each["is_grouped"], each["start"]) for each in fields[side])
             for side in ("forward", "backward")
         }
-        return cls(tuple(fields["kept"]), reductions=fields["reductions"], **sides)
+        return cls(tuple(fields["kept"]), **sides, reductions=fields["reductions"], activations=fields["activations"])

@@ -360,7 +360,13 @@ def compiled(model):
     torch._dynamo.reset()
 
     def backend(gm, example_inputs):
-        capture = Capture(lambda plan: Pipeline.of(), no_plan, lambda graphs: None, lambda gradients, arguments: None, generates_code=False)
+        capture = Capture(
+            lambda plan: Pipeline.of(),
+            no_plan,
+            lambda graphs: None,
+            lambda gradients, arguments: None,
+            generates_code=False,
+        )
         return capture.compile(gm, example_inputs)
 
     return torch.compile(model, backend=backend, fullgraph=True)
