@@ -219,7 +219,7 @@ class Partitioner(CustomPartitionerFn):
 
 
 def _program(kind: str, graph: torch.fx.Graph) -> str:
-    """What a plan is made for: the parameters in the order in which they are read. Shapes of inputs are no part of it."""
+    """What a plan is made for: the parameters in the order in which they are read, whatever the inputs' shapes."""
     read = [ops.argument(node, "parameter") for node in graph.nodes if ops.is_call(node, ops.UNSHARD)]
     return " ".join([kind, *read])
 

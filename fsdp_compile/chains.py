@@ -141,9 +141,8 @@ def evaluate(chain: Chain, plan: Plan, channel: Channel) -> Outcome:
     bucket's parameters is first used, and as a copy, from its first use to its last.
     """
     clock = Clock(chain, plan, channel)
-    return Outcome(
-        max(clock.reached[-1], clock.free), clock.exposed, max(_in_memory(chain, _lives(chain, plan)), default=0)
-    )
+    peak = max(_in_memory(chain, _lives(chain, plan)), default=0)
+    return Outcome(max(clock.reached[-1], clock.free), clock.exposed, peak)
 
 
 class Clock:

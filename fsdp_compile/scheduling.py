@@ -27,7 +27,7 @@ from .costs import collectives
 from .costs.collectives import Ring
 from .costs.hardware import Hardware
 from .costs.memory import CATEGORIES, Moment
-from .costs.nodes import Compiler, full_bytes, kernels_of, num_bytes
+from .costs.nodes import Compiler, kernels_of, num_bytes
 from .costs.predict import Prediction, predict, rings_of
 from .costs.timeline import seconds_of
 from .errors import ConfigError
@@ -110,9 +110,8 @@ def find_plan(draft: Draft, options: Options, goal: Goal) -> Found:
     if options.activations and _is_short(step, candidates, options, goal):
         for activations in _ACTIVATIONS:
             step = _Step.of(draft(options.base, activations), goal)
-            if step.compute >= min(
-                (c.prediction.seconds for c in candidates if c.peak <= goal.limit), default=math.inf
-            ):
+            seconds = [found.prediction.seconds for found in candidates if found.peak <= goal.limit]
+            if step.compute >= min(seconds, default=math.inf):
                 break  # what is computed again costs more than memory would gain; with fewer activations, even more
             candidates += _planned(step, activations, draft, options, goal)
     fitting = [found for found in candidates if found.peak <= goal.limit]
@@ -203,8 +202,8 @@ def _what_is_missing(found: Found, goal: Goal) -> str:
     helping = [_HELPS[name] for _, name in held if name in _HELPS]
     return (
         f"memory_budget of {_mib(goal.memory_budget or 0)}: {_mib(found.peak - goal.limit)} are missing. The plan that "
-        f"needs least takes {_mib(found.peak)} at its peak, in the {peak.side} ({listed}), and {_mib(goal.limit)} may be "
-        f"planned: {MARGIN:.0%} are left for what predictions miss. What would help: {'; '.join(helping[:2])}"
+        f"needs least takes {_mib(found.peak)} at its peak, in the {peak.side} ({listed}), of {_mib(goal.limit)} that "
+        f"may be planned: {MARGIN:.0%} are left for what predictions miss. What would help: {'; '.join(helping[:2])}"
     )
 
 

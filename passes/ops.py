@@ -315,7 +315,7 @@ def gathered_shards(gather: torch.fx.Node) -> dict[str, torch.fx.Node]:
     """What an all-gather gathers, by bucket: their shards, or what these were converted to."""
     (source,) = gather.args[:1]
     if isinstance(source, torch.fx.Node) and is_call(source, JOIN):
-        source = source.args[0]  # type: ignore[assignment]
+        source = source.args[0]
     shards: Any = source if isinstance(source, (list, tuple)) else [source]
     return dict(zip(argument(gather, "bucket").split(","), shards, strict=True))
 

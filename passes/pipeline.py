@@ -75,7 +75,7 @@ class Pipeline:
     ) -> Pipeline:
         """The passes with these options; `PartitionJoint`, `PrefetchAllGather` and `InsertAllGather` explain them.
 
-        A `plan` says how the units that it names are gathered, which of them are kept, and how long reductions may take.
+        A `plan` says how the buckets that it names are gathered, and how long reductions may take.
         """
 
         def side(distance: int, gathers: tuple[Gather, ...]) -> tuple[Pass, ...]:

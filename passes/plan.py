@@ -29,8 +29,8 @@ class StepPlan:
         kept: units whose parameters stay gathered from forward to backward.
         forward, backward: the gathers in order. What they do not name is gathered as without a plan.
         reductions: how many reductions may be under way at once; see `DelayReduceScatterWait`.
-        activations: the activation memory budget of torch's partitioner; 1 saves all that is not cheap to compute again.
-            None leaves it as it is set.
+        activations: the activation memory budget of torch's partitioner: 1 saves all that is not cheap to compute
+            again. None leaves it as it is set.
     """
 
     kept: tuple[str, ...]

@@ -65,7 +65,7 @@ def planned_starts(graph: torch.fx.Graph, plan: Sequence[Gather]) -> dict[torch.
 
 
 def first_uses(graph: torch.fx.Graph) -> dict[str, torch.fx.Node]:
-    """For every parameter where the kernel begins that uses it first; where gathers are waited for there, these waits."""
+    """For every parameter where the kernel begins that uses it first, or what is waited for there."""
     position = analysis.positions(graph)
     found: dict[str, torch.fx.Node] = {}
     for node in graph.nodes:
@@ -87,7 +87,8 @@ def _before_waits(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _top(graph: torch.fx.Graph) -> torch.fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
+    top: torch.fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return top
 
 
 def starts(graph: torch.fx.Graph, distance: int) -> dict[torch.fx.Node, torch.fx.Node]:

@@ -119,7 +119,7 @@ def _lives(
         time |= dict.fromkeys(kernel.nodes, time[kernel.nodes[-1]])  # a kernel reads and writes at one time
         not_written |= set(kernel.nodes) - set(kernel.written)
     category_of = _categories(graph, saved)
-    lives = {}
+    lives: dict[torch.fx.Node, _Life] = {}
     for node in graph.nodes:
         if node.op != "call_function" or analysis.is_alias(node) or is_item(node) or node in not_written:
             continue

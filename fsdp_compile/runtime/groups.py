@@ -227,7 +227,7 @@ def first_ranks(mesh: DeviceMesh | None, name: str, make: Callable[[], str]) -> 
     if mesh is None or dist.get_backend(mesh.get_group(0)) == "fake":
         return make()
     ranks = mesh.mesh.flatten().tolist()
-    store = dist.PrefixStore("fsdp_compile", distributed_c10d._get_default_store())
+    store = distributed_c10d.PrefixStore("fsdp_compile", distributed_c10d._get_default_store())
     key = hashlib.sha256(f"{ranks} {name}".encode()).hexdigest()
     if dist.get_rank() == ranks[0]:
         store.set(key, make())
