@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fsdp_compile
 from fsdp_compile.costs.memory import Memory, memory_of
+from fsdp_compile.costs.work import Work
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from llama import Llama, LlamaConfig
@@ -131,7 +132,7 @@ def measure(name: str, strategy: str, backend: str, **schedule: Any) -> Result:
         model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model(*inputs).backward()
-    predicted = memory_of(model.graphs[-1], compiler=backend)
+    predicted = memory_of(Work.of(model.graphs[-1], compiler=backend))
     resident = predicted.moments[0].held
     return Result(predicted, allocated(profiler) + resident["shards"] + resident["inputs"])
 

@@ -247,12 +247,12 @@ def result_of(row: Row, graphs: RewrittenGraphs) -> Result:
     return Result(row, predict(graphs, row.hardware, optimizer=row.optimizer, compiler=row.compiler))
 
 
-def ratio_by_efficiency(result: Result, graphs: RewrittenGraphs, efficiencies: Sequence[float]) -> list[float]:
+def ratio_by_efficiency(result: Result, efficiencies: Sequence[float]) -> list[float]:
     """Predicted to published, had the hardware these efficiencies."""
-    row, ratios = result.row, []
+    row, work, ratios = result.row, result.prediction.work, []
     for efficiency in efficiencies:
         hardware = dataclasses.replace(row.hardware, efficiency=efficiency)
-        timeline = simulate(graphs, hardware, rings_of(graphs, hardware), compiler=row.compiler)
+        timeline = simulate(work, hardware, rings_of(work, hardware))
         prediction = dataclasses.replace(result.prediction, timeline=timeline)
         ratios.append(Result(row, prediction).ratio)
     return ratios
@@ -321,11 +321,10 @@ def main(arguments: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> 
             continue
         if traced is None or traced[0] != row.traced:
             traced = row.traced, graphs_of(row)
-        graphs = traced[1]
-        results.append(result_of(row, graphs))
+        results.append(result_of(row, traced[1]))
         print(f"{row.source}, {row.title}, {row.gpus} GPUs: {results[-1].ratio:.3f}", file=sys.stderr, flush=True)
         if options.fit:
-            ratios_of_row.append((row, ratio_by_efficiency(results[-1], graphs, efficiencies)))
+            ratios_of_row.append((row, ratio_by_efficiency(results[-1], efficiencies)))
     console.print(table(results))
     used = {result.row.hardware.name: result.row.hardware.efficiency for result in results}
     console.print("efficiency: " + ", ".join(f"{name} {value}" for name, value in used.items()))

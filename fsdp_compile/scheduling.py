@@ -27,9 +27,10 @@ from .costs import collectives
 from .costs.collectives import Ring
 from .costs.hardware import Hardware
 from .costs.memory import CATEGORIES, Moment
-from .costs.nodes import Compiler, kernels_of, num_bytes
+from .costs.nodes import Compiler, num_bytes
 from .costs.predict import Prediction, predict, rings_of
 from .costs.timeline import seconds_of
+from .costs.work import Work, WorkOfGraph
 from .errors import ConfigError
 from .graphs import Draft, RewrittenGraphs
 from .passes import ops
@@ -256,7 +257,8 @@ class _Side:
     reductions: Sequence[Reduction]
 
     @classmethod
-    def of(cls, graph: torch.fx.Graph, moments: Sequence[Moment], rings: Mapping[str, Ring], goal: Goal) -> _Side:
+    def of(cls, work: WorkOfGraph, moments: Sequence[Moment], rings: Mapping[str, Ring], goal: Goal) -> _Side:
+        graph = work.graph
         begins: dict[torch.fx.Node, str | None] = {}
         for parameter, node in first_uses(graph).items():
             begins.setdefault(node, parameter)
@@ -267,7 +269,7 @@ class _Side:
                 starts.append(begins[node])
             step_of[node] = len(starts) - 1
         seconds, held = [0.0] * len(starts), [0] * len(starts)
-        for kernel in kernels_of(graph, compiler=goal.compiler):
+        for kernel in work.kernels:
             if not all(map(ops.is_dialect, kernel.nodes)) or ops.is_call(kernel.nodes[0], ops.PACK):
                 seconds[step_of[kernel.nodes[-1]]] += kernel.seconds(goal.hardware)
         for moment in moments:
@@ -335,14 +337,14 @@ class _Step:
     @classmethod
     def of(cls, graphs: RewrittenGraphs, goal: Goal) -> _Step:
         prediction = predict(graphs, goal.hardware, compiler=goal.compiler)
-        rings = rings_of(graphs, goal.hardware)
+        work, rings = prediction.work, rings_of(prediction.work, goal.hardware)
         sides = []
-        for side in (graphs.forward, graphs.backward):
+        for side in (work.forward, work.backward):
             moments = [moment for moment in prediction.memory.moments if side and moment.side == side.title]
-            sides.append(_Side.of(side.graph, moments, rings, goal) if side else None)
+            sides.append(_Side.of(side, moments, rings, goal) if side else None)
         assert sides[0] is not None
         compute = prediction.timeline.compute + prediction.optimizer_seconds
-        return cls(sides[0], sides[1], _channel(graphs, rings, goal.hardware), compute)
+        return cls(sides[0], sides[1], _channel(work, rings, goal.hardware), compute)
 
     def kept_first(self) -> list[str]:
         """The units that could be kept, from the one that the backward uses first."""
@@ -350,9 +352,9 @@ class _Step:
         return list(dict.fromkeys(atom.unit for atom in atoms))
 
 
-def _channel(graphs: RewrittenGraphs, rings: Mapping[str, Ring], hardware: Hardware) -> Channel:
+def _channel(work: Work, rings: Mapping[str, Ring], hardware: Hardware) -> Channel:
     """What gathers cost, by two messages of the largest ring."""
-    gathers = [node for node in graphs.forward.graph.nodes if ops.is_all_gather(node)]
+    gathers = [node for node in work.forward.graph.nodes if ops.is_all_gather(node)]
     sizes = [rings[ops.argument(node, "group")] for node in gathers] or [Ring(1, 1)]
     ring = max(sizes, key=lambda ring: ring.size)
     num = 2**30 * ring.size

@@ -17,10 +17,10 @@ from itertools import accumulate
 import torch
 import torch.fx
 
-from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
 from ..passes.insert_free import full_buffers
-from .nodes import Compiler, full_bytes, is_item, is_kernel, kernels_of, num_bytes
+from .nodes import full_bytes, is_item, is_kernel, num_bytes
+from .work import Work, WorkOfGraph
 
 CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "reductions", "activations", "temporaries", "inputs")
 """Shards, states of the optimizer, gradients of shards; full parameters, gradients that are being reduced; what the
@@ -62,25 +62,22 @@ class _Life:
     category: str
 
 
-def memory_of(
-    graphs: RewrittenGraphs, *, compiler: Compiler, optimizer_bytes: int = 0, reduction_workspace: float = 0.0
-) -> Memory:
+def memory_of(work: Work, *, optimizer_bytes: int = 0, reduction_workspace: float = 0.0) -> Memory:
     """What a rank holds during forward and backward.
 
     Args:
-        compiler: what compiles the graphs; see `nodes.Compiler`.
         optimizer_bytes: of the states of the optimizer; Adam in float32 has 8 for each element of a shard.
         reduction_workspace: bytes that a reduce-scatter takes for itself, for each byte that it reduces.
     """
-    forward = graphs.forward.graph
+    forward, is_reused = work.forward.graph, work.compiler == "inductor"
     resident = {"optimizer": optimizer_bytes, "shards": 0, "inputs": 0}
     for node in analysis.inputs(forward):
         resident["shards" if _is_shard(node) else "inputs"] += num_bytes(node.meta["val"])
-    received = {} if graphs.backward is None else _received(forward, graphs.backward.graph)
-    life_of_tensor = _lives(forward, compiler=compiler, saved=received.keys())
+    received = {} if work.backward is None else _received(forward, work.backward.graph)
+    life_of_tensor = _lives(work.forward, saved=received.keys(), is_reused=is_reused)
     moments = _moments("forward", forward, life_of_tensor.values(), resident)
-    if graphs.backward is not None:
-        backward = graphs.backward.graph
+    if work.backward is not None:
+        backward = work.backward.graph
         position = analysis.positions(backward)
         end = {sent: position[analysis.last_use(node, position)] for sent, node in received.items()}
         carried = [
@@ -88,7 +85,7 @@ def memory_of(
             for tensor, life in life_of_tensor.items()
             if (saved := received.keys() & set(analysis.aliases(tensor)))
         ]
-        lives = [*carried, *_lives(backward, compiler=compiler, saved=()).values()]
+        lives = [*carried, *_lives(work.backward, saved=(), is_reused=is_reused).values()]
         lives += _workspaces(backward, reduction_workspace)
         moments += _moments("backward", backward, lives, resident)
     return Memory(moments)
@@ -109,13 +106,16 @@ def _is_shard(node: torch.fx.Node) -> bool:
     )
 
 
-def _lives(
-    graph: torch.fx.Graph, *, compiler: Compiler, saved: Collection[torch.fx.Node]
-) -> dict[torch.fx.Node, _Life]:
-    """The lives of all tensors that the graph brings into memory."""
+def _lives(work: WorkOfGraph, *, saved: Collection[torch.fx.Node], is_reused: bool) -> dict[torch.fx.Node, _Life]:
+    """The lives of all tensors that the graph brings into memory.
+
+    Args:
+        is_reused: whether dead buffers are taken for later ones.
+    """
+    graph = work.graph
     time = analysis.positions(graph)
     not_written: set[torch.fx.Node] = set()
-    for kernel in kernels_of(graph, compiler=compiler):
+    for kernel in work.kernels:
         time |= dict.fromkeys(kernel.nodes, time[kernel.nodes[-1]])  # a kernel reads and writes at one time
         not_written |= set(kernel.nodes) - set(kernel.written)
     category_of = _categories(graph, saved)
@@ -130,7 +130,7 @@ def _lives(
             if size := num_bytes(tensor.meta.get("val")):
                 ends = [_end(reader, time) for reader in analysis.uses(tensor) if not ops.is_call(reader, ops.FREE)]
                 lives[tensor] = _Life(time[node], max(ends), size, category_of(tensor))
-    return _with_reuse(lives) if compiler == "inductor" else lives
+    return _with_reuse(lives) if is_reused else lives
 
 
 def _lives_of_messages(gather: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> dict[torch.fx.Node, _Life]:

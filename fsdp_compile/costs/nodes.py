@@ -167,9 +167,10 @@ def _kernel(nodes: Sequence[torch.fx.Node]) -> Kernel:
                 read[source] = max(read.get(source, 0), _read_of(node, source))
     written = tuple(node for node in nodes if any(user not in inside for user in _readers(node)))
     total = sum(read.values()) + sum(num_bytes(_value(node)) for node in written)
-    heaviest = _tensors(_value(max(nodes, key=flops_of)))
+    flops = {node: flops_of(node) for node in nodes}
+    heaviest = _tensors(_value(max(nodes, key=flops.__getitem__)))
     dtype = max(heaviest, key=torch.Tensor.numel).dtype
-    return Kernel(tuple(nodes), written, sum(map(flops_of, nodes)), dtype, total)
+    return Kernel(tuple(nodes), written, sum(flops.values()), dtype, total)
 
 
 def _readers(node: torch.fx.Node) -> Iterable[torch.fx.Node]:

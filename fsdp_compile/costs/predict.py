@@ -12,8 +12,9 @@ from ..passes import analysis, ops
 from .collectives import Ring
 from .hardware import Hardware
 from .memory import CATEGORIES, Memory, memory_of
-from .nodes import Compiler, kernels_of, num_bytes
+from .nodes import Compiler, num_bytes
 from .timeline import COMPUTE, Timeline, simulate
+from .work import Work
 
 _GIB = 2**30
 
@@ -41,10 +42,12 @@ class Prediction:
     """A step: forward, backward, and the optimizer.
 
     Attributes:
+        work: what it was predicted from.
         flops: of forward and backward, what is computed twice counted twice.
         model_flops: three times those of the forward, as model FLOPs utilisation has it.
     """
 
+    work: Work
     hardware: Hardware
     timeline: Timeline
     memory: Memory
@@ -112,33 +115,29 @@ def predict(
         KeyError: there is no such optimizer.
     """
     of_optimizer = OPTIMIZERS[optimizer]
-    gradients = _gradient_bytes(graphs)
-    kernels = {
-        side.title: kernels_of(side.graph, compiler=compiler) for side in (graphs.forward, graphs.backward) if side
-    }
-    flops = {title: sum(kernel.flops for kernel in found) for title, found in kernels.items()}
-    all_kernels = [kernel for found in kernels.values() for kernel in found]
-    main_dtype = max(all_kernels, key=lambda kernel: kernel.flops).dtype if all_kernels else torch.float32
+    work = Work.of(graphs, compiler=compiler)
+    gradients = _gradient_bytes(work)
+    kernels = [kernel for side in work.sides for kernel in side.kernels]
+    main_dtype = max(kernels, key=lambda kernel: kernel.flops).dtype if kernels else torch.float32
     return Prediction(
+        work,
         hardware,
-        simulate(graphs, hardware, rings_of(graphs, hardware) if rings is None else rings, compiler=compiler),
+        simulate(work, hardware, rings_of(work, hardware) if rings is None else rings),
         memory_of(
-            graphs,
-            compiler=compiler,
+            work,
             optimizer_bytes=int(of_optimizer.states * gradients),
             reduction_workspace=hardware.reduction_workspace,
         ),
         of_optimizer.traffic * gradients / hardware.memory_bandwidth,
-        sum(flops.values()),
-        (3 if graphs.backward else 1) * flops["forward"],
+        sum(side.flops for side in work.sides),
+        (3 if work.backward else 1) * work.forward.flops,
         hardware.flops_of(main_dtype) / hardware.efficiency,
     )
 
 
-def rings_of(graphs: RewrittenGraphs, hardware: Hardware) -> dict[str, Ring]:
+def rings_of(work: Work, hardware: Hardware) -> dict[str, Ring]:
     """The rings of the groups that the graphs name, where neighbouring ranks are sharded over together."""
-    sides = [side.graph for side in (graphs.forward, graphs.backward) if side is not None]
-    found = [node for graph in sides for node in graph.nodes if ops.is_collective(node)]
+    found = [node for side in work.sides for node in side.graph.nodes if ops.is_collective(node)]
     sharding = {ops.argument(node, "group") for node in found if not ops.is_call(node, ops.ALL_REDUCE)}
     size_of_group = {ops.argument(node, "group"): ops.argument(node, "world_size") for node in found}
     num_shards = max((size_of_group[group] for group in sharding), default=1)
@@ -148,7 +147,7 @@ def rings_of(graphs: RewrittenGraphs, hardware: Hardware) -> dict[str, Ring]:
     }
 
 
-def _gradient_bytes(graphs: RewrittenGraphs) -> int:
+def _gradient_bytes(work: Work) -> int:
     """Bytes of the gradients that the backward returns, which are as large as what the optimizer updates."""
-    returned = analysis.outputs(graphs.backward.graph) if graphs.backward else []
+    returned = analysis.outputs(work.backward.graph) if work.backward else []
     return sum(num_bytes(node.meta["val"]) for node in returned if node is not None)

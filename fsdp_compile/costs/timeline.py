@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import torch.fx
 
-from ..graphs import RewrittenGraphs
 from ..passes import ops
 from . import collectives
 from .collectives import Ring
 from .hardware import Hardware
-from .nodes import Compiler, Kernel, full_bytes, kernels_of, num_bytes
+from .nodes import full_bytes, num_bytes
+from .work import Work, WorkOfGraph
 
 COMPUTE = "compute"
 
@@ -62,17 +62,15 @@ class Timeline:
         return max(self.compute, *self.communication.values(), 0.0)
 
 
-def simulate(graphs: RewrittenGraphs, hardware: Hardware, rings: Mapping[str, Ring], *, compiler: Compiler) -> Timeline:
-    """The timeline of the graphs on this hardware.
+def simulate(work: Work, hardware: Hardware, rings: Mapping[str, Ring]) -> Timeline:
+    """The timeline of the work on this hardware.
 
     Args:
         rings: of every process group that the graphs name.
-        compiler: what compiles the graphs; see `nodes.Compiler`.
     """
     clock = _Clock(hardware, rings)
-    for side in (graphs.forward, graphs.backward):
-        if side is not None:
-            clock.run(side.graph, kernels_of(side.graph, compiler=compiler))
+    for side in work.sides:
+        clock.run(side)
     end = max([clock.now, *clock.free_at.values()])
     return Timeline(clock.events, clock.exposed, end, clock.compute)
 
@@ -88,9 +86,9 @@ class _Clock:
         self.events: list[Event] = []
         self.exposed: dict[torch.fx.Node, float] = {}
 
-    def run(self, graph: torch.fx.Graph, kernels: Sequence[Kernel]) -> None:
-        kernel_at = {kernel.nodes[-1]: kernel for kernel in kernels}  # what a kernel reads must all be there
-        for node in graph.nodes:
+    def run(self, side: WorkOfGraph) -> None:
+        kernel_at = {kernel.nodes[-1]: kernel for kernel in side.kernels}  # what a kernel reads must all be there
+        for node in side.graph.nodes:
             if ops.is_collective(node):
                 self._start(node)
             elif ops.is_call(node, ops.WAIT):

@@ -8,6 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import rewrite
 from fsdp_compile.costs.memory import CATEGORIES, memory_of
+from fsdp_compile.costs.work import Work
 from tests.passes.tiny import Chain, rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -21,10 +22,11 @@ def four_ranks():
     dist.destroy_process_group()
 
 
-def graphs_of(**options):
+def work_of(**options):
     """Linear(4, 8) and Linear(8, 4) on rows f32[3, 4]: a shard is 16 + 4 and 16 + 4 floats on two ranks."""
     model = Chain(up=nn.Linear(4, 8), down=nn.Linear(8, 4))
-    return rewrite(model, rows(), world_size=2, auto_wrap_policy=nn.Linear, **options)
+    graphs = rewrite(model, rows(), world_size=2, auto_wrap_policy=nn.Linear, **options)
+    return Work.of(graphs, compiler="aot_eager")
 
 
 def held(moments, side, name):
@@ -33,7 +35,7 @@ def held(moments, side, name):
 
 
 def test_what_a_forward_holds_by_hand():
-    moments = memory_of(graphs_of(forward_prefetch=0), compiler="aot_eager").moments
+    moments = memory_of(work_of(forward_prefetch=0)).moments
     resident = {"shards": (20 + 20) * 4, "inputs": 3 * 4 * 4}
     assert held(moments, "forward", "all_gather_default") == resident | {"gathered": 40 * 4}
     # The message and the copies of its two parameters, of which one was read; 3 x 8 are saved for the backward.
@@ -41,7 +43,7 @@ def test_what_a_forward_holds_by_hand():
 
 
 def test_what_is_saved_is_held_until_the_backward_has_read_it():
-    memory = memory_of(graphs_of(), compiler="aot_eager")
+    memory = memory_of(work_of())
     backward = [moment for moment in memory.moments if moment.side == "backward"]
     assert backward[0].held["activations"] == 3 * 8 * 4
     assert backward[-1].held["activations"] == 0
@@ -51,7 +53,7 @@ def test_what_is_saved_is_held_until_the_backward_has_read_it():
 
 def test_the_optimizer_and_what_reductions_take_for_themselves():
     plain, more = (
-        memory_of(graphs_of(), compiler="aot_eager", optimizer_bytes=number, reduction_workspace=workspace)
+        memory_of(work_of(), optimizer_bytes=number, reduction_workspace=workspace)
         for number, workspace in ((0, 0.0), (1000, 1.0))
     )
     for before, after in zip(plain.moments, more.moments, strict=True):
@@ -66,7 +68,7 @@ def test_the_optimizer_and_what_reductions_take_for_themselves():
 def test_kernels_do_not_write_what_is_read_inside_them_only():
     model = Chain(up=nn.Linear(4, 64), act=nn.GELU(), down=nn.Linear(64, 4))
     graphs = rewrite(model, rows(), world_size=2, auto_wrap_policy=nn.Linear)
-    fused, single = (memory_of(graphs, compiler=compiler).peak for compiler in ("inductor", "aot_eager"))
+    fused, single = (memory_of(Work.of(graphs, compiler=compiler)).peak for compiler in ("inductor", "aot_eager"))
     assert fused.total < single.total
     assert list(fused.held) == list(CATEGORIES)
 

@@ -7,6 +7,7 @@ from fsdp_compile import rewrite
 from fsdp_compile.costs.collectives import Ring, all_gather, reduce_scatter
 from fsdp_compile.costs.predict import OPTIMIZERS, predict, rings_of
 from fsdp_compile.costs.timeline import COMPUTE, simulate
+from fsdp_compile.costs.work import Work
 from fsdp_compile.passes import ops
 from tests.costs.test_collectives import SMALL
 from tests.passes.tiny import Chain, rows
@@ -20,12 +21,16 @@ def graphs_of(**options):
     return rewrite(model, rows(), world_size=2, auto_wrap_policy=nn.Linear, **options)
 
 
+def work_of(**options):
+    return Work.of(graphs_of(**options), compiler="aot_eager")
+
+
 def events_of(timeline, *targets):
     return [event for event in timeline.events if ops.is_call(event.node, *targets)]
 
 
 def test_collectives_of_a_group_run_one_after_another():
-    found = simulate(graphs_of(), SLOW, RINGS, compiler="aot_eager")
+    found = simulate(work_of(), SLOW, RINGS)
     sent = [event for event in found.events if event.lane == "shard"]
     assert len(sent) == 4  # two gathers, two reductions; the backward has one weight left and needs no other
     assert all(before.end <= after.start for before, after in zip(sent, sent[1:], strict=False))
@@ -34,7 +39,7 @@ def test_collectives_of_a_group_run_one_after_another():
 
 
 def test_a_wait_stops_compute_until_its_collective_is_done():
-    found = simulate(graphs_of(), SLOW, RINGS, compiler="aot_eager")
+    found = simulate(work_of(), SLOW, RINGS)
     gathers = events_of(found, ops.ALL_GATHER)
     first = next(event for event in found.events if event.lane == COMPUTE)
     assert first.start == gathers[0].end
@@ -44,7 +49,7 @@ def test_a_wait_stops_compute_until_its_collective_is_done():
 def test_what_is_hidden_is_not_exposed():
     fast = dataclasses.replace(SMALL, collective_start=0.0, within_node=dataclasses.replace(SMALL.within_node, hop=0))
     slow_compute = dataclasses.replace(fast, kernel_start=1.0)
-    found = simulate(graphs_of(), slow_compute, RINGS, compiler="aot_eager")
+    found = simulate(work_of(), slow_compute, RINGS)
     assert sum(found.exposed.values()) < 1e-6
     assert found.seconds == pytest.approx(found.lower_bound, rel=1e-6)
 
@@ -52,9 +57,7 @@ def test_what_is_hidden_is_not_exposed():
 def test_prefetching_hides_what_no_prefetching_exposes():
     compute_bound = dataclasses.replace(SMALL, kernel_start=50e-6, contention=1.0)
     seconds = [
-        simulate(
-            graphs_of(forward_prefetch=depth, backward_prefetch=depth), compute_bound, RINGS, compiler="aot_eager"
-        ).seconds
+        simulate(work_of(forward_prefetch=depth, backward_prefetch=depth), compute_bound, RINGS).seconds
         for depth in (0, 1)
     ]
     assert seconds[1] < seconds[0]
@@ -63,16 +66,16 @@ def test_prefetching_hides_what_no_prefetching_exposes():
 def test_compute_is_slower_while_collectives_run():
     contended = dataclasses.replace(SMALL, contention=2.0, kernel_start=50e-6)
     free = dataclasses.replace(contended, contention=1.0)
-    slower, faster = (simulate(graphs_of(), hardware, RINGS, compiler="aot_eager") for hardware in (contended, free))
+    slower, faster = (simulate(work_of(), hardware, RINGS) for hardware in (contended, free))
     assert slower.compute == faster.compute
     assert slower.seconds > faster.seconds
 
 
 def test_the_groups_of_a_hybrid_mesh_have_their_own_rings_and_lanes():
     model = Chain(up=nn.Linear(4, 8))
-    graphs = rewrite(model, rows(), world_size=(2, 4))
-    assert rings_of(graphs, SMALL) == {"shard": Ring(4, 4), "replicate": Ring(2, 1)}
-    found = simulate(graphs, SMALL, rings_of(graphs, SMALL), compiler="inductor")
+    work = Work.of(rewrite(model, rows(), world_size=(2, 4)), compiler="inductor")
+    assert rings_of(work, SMALL) == {"shard": Ring(4, 4), "replicate": Ring(2, 1)}
+    found = simulate(work, SMALL, rings_of(work, SMALL))
     assert set(found.communication) == {"shard", "replicate"}
 
 
