@@ -16,6 +16,7 @@ from .hardware import HARDWARE, Hardware, find_hardware, hardware_of_gpu
 from .memory import CATEGORIES
 from .nodes import Compiler, full_bytes, num_bytes
 from .predict import OPTIMIZERS, Prediction, predict
+from .work import Work
 
 _SHOWN = 3  # waits that are listed
 _WORTH_IT = 0.01  # of a step
@@ -37,8 +38,8 @@ class Explanation:
         if not self.graphs:
             return "nothing was compiled so far: call the model once"
         texts = []
-        for number, (graphs, prediction) in enumerate(zip(self.graphs, self.predictions, strict=True), 1):
-            texts.append("\n".join([f"graph {number} of {len(self.graphs)}", *_lines(graphs, prediction)]))
+        for number, prediction in enumerate(self.predictions, 1):
+            texts.append("\n".join([f"graph {number} of {len(self.graphs)}", *_lines(prediction)]))
         return "\n\n".join(texts)
 
 
@@ -73,12 +74,12 @@ def explain(
     return Explanation(graphs, predictions)
 
 
-def _lines(graphs: RewrittenGraphs, prediction: Prediction) -> list[str]:
+def _lines(prediction: Prediction) -> list[str]:
     step = prediction.seconds
     held = prediction.memory.peak.held
     above = f"{step / prediction.lower_bound - 1:.1%} above it" if prediction.lower_bound else "empty"
     rows = [
-        ("collectives", _collectives(graphs)),
+        ("collectives", _collectives(prediction.work)),
         (
             "step",
             f"{_ms(step)} on {prediction.hardware.name}: compute {_ms(prediction.timeline.compute)}, exposed "
@@ -94,25 +95,24 @@ def _lines(graphs: RewrittenGraphs, prediction: Prediction) -> list[str]:
             f"{_mib(prediction.memory.peak.total)} at the peak, in the {prediction.memory.peak.side}: "
             + ", ".join(f"{name} {_mib(held[name])}" for name in CATEGORIES if held[name]),
         ),
-        *(("could change", text) for text in _changes(graphs, prediction)),
+        *(("could change", text) for text in _changes(prediction)),
     ]
     return [f"  {title:<14}{text}" for title, text in rows]
 
 
-def _collectives(graphs: RewrittenGraphs) -> str:
+def _collectives(work: Work) -> str:
     """How often what is sent, and how many bytes are full tensors of it, in forward and backward."""
     texts = []
-    for side in (graphs.forward, graphs.backward):
+    for side in work.sides:
         sent: Counter[str] = Counter()
         size: Counter[str] = Counter()
-        for node in side.graph.nodes if side else ():
+        for node in side.graph.nodes:
             if ops.is_collective(node):
                 kind = "gathers" if ops.is_all_gather(node) else "reductions"
                 sent[kind] += 1
                 size[kind] += full_bytes(node)
-        if side:
-            listed = ", ".join(f"{sent[kind]} {kind} of {_mib(size[kind])}" for kind in sent) or "none"
-            texts.append(f"{side.title} {listed}")
+        listed = ", ".join(f"{sent[kind]} {kind} of {_mib(size[kind])}" for kind in sent) or "none"
+        texts.append(f"{side.title} {listed}")
     return "; ".join(texts)
 
 
@@ -127,7 +127,7 @@ def _what(wait: torch.fx.Node) -> str:
     return f"{verb} {ops.argument(collective, 'bucket')}"
 
 
-def _changes(graphs: RewrittenGraphs, prediction: Prediction) -> list[str]:
+def _changes(prediction: Prediction) -> list[str]:
     """What would make the step faster or smaller, with the numbers that say so."""
     changes = []
     timeline = prediction.timeline
@@ -135,7 +135,7 @@ def _changes(graphs: RewrittenGraphs, prediction: Prediction) -> list[str]:
     if sent > timeline.compute > 0:
         factor = sent / timeline.compute
         changes.append(f"communication takes {factor:.1f} times as long as compute: more rows a rank would hide it")
-    gathered = _gathered_again(graphs, prediction)
+    gathered = _gathered_again(prediction)
     if gathered:
         exposed, size, unit = max(gathered)
         if exposed > _WORTH_IT * prediction.seconds:
@@ -151,10 +151,10 @@ def _changes(graphs: RewrittenGraphs, prediction: Prediction) -> list[str]:
     return changes
 
 
-def _gathered_again(graphs: RewrittenGraphs, prediction: Prediction) -> list[tuple[float, int, str]]:
+def _gathered_again(prediction: Prediction) -> list[tuple[float, int, str]]:
     """For every gather of the backward: for how long it is exposed, its bytes, and the unit."""
-    found = []
-    for node in graphs.backward.graph.nodes if graphs.backward else ():
+    backward, found = prediction.work.backward, []
+    for node in backward.graph.nodes if backward else ():
         if ops.is_all_gather(node):
             (wait,) = [user for user in node.users if ops.is_call(user, ops.WAIT)]
             unit = ops.unit_of_bucket(ops.argument(node, "bucket"))

@@ -95,7 +95,9 @@ def _received(forward: torch.fx.Graph, backward: torch.fx.Graph) -> dict[torch.f
     """The values that the forward saves, and the inputs of the backward that receive them."""
     received = [node for node in analysis.inputs(backward) if "tangents" not in str(node.target)]
     sent = analysis.outputs(forward)
-    return dict(zip(sent[len(sent) - len(received) :], received, strict=True))
+    saved = sent[len(sent) - len(received) :]
+    saved.sort(key=lambda node: not isinstance(node.meta.get("val"), (int, float)))  # the backward takes sizes first
+    return dict(zip(saved, received, strict=True))
 
 
 def _is_shard(node: torch.fx.Node) -> bool:
