@@ -13,9 +13,8 @@ from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..passes import ops
 from .hardware import HARDWARE, Hardware, find_hardware, hardware_of_gpu
-from .memory import CATEGORIES
 from .nodes import Compiler, full_bytes, num_bytes
-from .predict import OPTIMIZERS, Prediction, predict
+from .predict import Prediction, bytes_text, predict, table, time_text
 from .work import Work
 
 _SHOWN = 3  # waits that are listed
@@ -54,14 +53,12 @@ def explain(
 
     Args:
         hardware: one of `HARDWARE` by name, a file that `calibrate` wrote, or a description; None is the GPU at hand.
-        optimizer: one of `OPTIMIZERS`.
+        optimizer: one of `predict.OPTIMIZERS`.
         compiler: what compiles the graphs; see `nodes.Compiler`.
 
     Raises:
         ConfigError: there is no such hardware or optimizer, or no GPU that is known.
     """
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     if not isinstance(hardware, Hardware):
         found = find_hardware(hardware) if hardware is not None else hardware_of_gpu()
         if found is None:
@@ -75,29 +72,13 @@ def explain(
 
 
 def _lines(prediction: Prediction) -> list[str]:
-    step = prediction.seconds
-    held = prediction.memory.peak.held
-    above = f"{step / prediction.lower_bound - 1:.1%} above it" if prediction.lower_bound else "empty"
-    rows = [
-        ("collectives", _collectives(prediction.work)),
-        (
-            "step",
-            f"{_ms(step)} on {prediction.hardware.name}: compute {_ms(prediction.timeline.compute)}, exposed "
-            f"communication {_ms(prediction.exposed)}, optimizer {_ms(prediction.optimizer_seconds)}",
-        ),
-        (
-            "lower bound",
-            f"{_ms(prediction.lower_bound)}, set by {prediction.binds}; the schedule is {above}",
-        ),
-        ("exposed", _exposed(prediction) or "nothing"),
-        (
-            "memory",
-            f"{_mib(prediction.memory.peak.total)} at the peak, in the {prediction.memory.peak.side}: "
-            + ", ".join(f"{name} {_mib(held[name])}" for name in CATEGORIES if held[name]),
-        ),
-        *(("could change", text) for text in _changes(prediction)),
+    texts = [
+        table([("collectives", _collectives(prediction.work))]),
+        str(prediction),
+        table([("exposed", _exposed(prediction) or "nothing")]),
+        table(("could change", text) for text in _changes(prediction)),
     ]
-    return [f"  {title:<14}{text}" for title, text in rows]
+    return [f"  {line}" for text in texts for line in text.splitlines()]
 
 
 def _collectives(work: Work) -> str:
@@ -111,14 +92,14 @@ def _collectives(work: Work) -> str:
                 kind = "gathers" if ops.is_all_gather(node) else "reductions"
                 sent[kind] += 1
                 size[kind] += full_bytes(node)
-        listed = ", ".join(f"{sent[kind]} {kind} of {_mib(size[kind])}" for kind in sent) or "none"
+        listed = ", ".join(f"{sent[kind]} {kind} of {bytes_text(size[kind])}" for kind in sent) or "none"
         texts.append(f"{side.title} {listed}")
     return "; ".join(texts)
 
 
 def _exposed(prediction: Prediction) -> str:
     waits = sorted(prediction.timeline.exposed.items(), key=lambda item: -item[1])
-    return ", ".join(f"{_ms(seconds)} for {_what(wait)}" for wait, seconds in waits[:_SHOWN])
+    return ", ".join(f"{time_text(seconds)} for {_what(wait)}" for wait, seconds in waits[:_SHOWN])
 
 
 def _what(wait: torch.fx.Node) -> str:
@@ -141,12 +122,13 @@ def _changes(prediction: Prediction) -> list[str]:
         if exposed > _WORTH_IT * prediction.seconds:
             changes.append(
                 f"reshard_after_forward={{{unit!r}: False}} would not gather {unit} again, which is exposed for "
-                f"{_ms(exposed)}, and hold {_mib(size)} more"
+                f"{time_text(exposed)}, and hold {bytes_text(size)} more"
             )
     missing = prediction.memory.peak.total - prediction.hardware.memory
     if missing > 0:
         changes.append(
-            f"{_mib(missing)} too much for {prediction.hardware.name}: more ranks, fewer rows, or recompute activations"
+            f"{bytes_text(missing)} too much for {prediction.hardware.name}: more ranks, fewer rows, or recompute "
+            "activations"
         )
     return changes
 
@@ -160,11 +142,3 @@ def _gathered_again(prediction: Prediction) -> list[tuple[float, int, str]]:
             unit = ops.unit_of_bucket(ops.argument(node, "bucket"))
             found.append((prediction.timeline.exposed.get(wait, 0.0), num_bytes(node.meta["val"]), unit))
     return found
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
-
-
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.4g} MiB"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
 from .collectives import Ring
@@ -15,8 +16,6 @@ from .memory import CATEGORIES, Memory, memory_of
 from .nodes import Compiler, num_bytes
 from .timeline import COMPUTE, Timeline, simulate
 from .work import Work
-
-_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,16 +82,28 @@ class Prediction:
 
     def __str__(self) -> str:
         held = self.memory.peak.held
-        lines = [
-            f"{self.seconds * 1e3:.2f} ms a step on {self.hardware.name} "
-            f"(compute {self.timeline.compute * 1e3:.2f}, exposed communication {self.exposed * 1e3:.2f}, "
-            f"optimizer {self.optimizer_seconds * 1e3:.2f}); "
-            f"lower bound {self.lower_bound * 1e3:.2f}, set by {self.binds}",
-            f"{self.memory.peak.total / _GIB:.3f} GiB at the peak, in the {self.memory.peak.side} at "
-            f"{self.memory.peak.node}: "
-            + ", ".join(f"{name} {held[name] / _GIB:.3f}" for name in CATEGORIES if held[name]),
-        ]
-        return "\n".join(lines)
+        above = f"{self.seconds / self.lower_bound - 1:.1%} above it" if self.lower_bound else "empty"
+        rows = {
+            "step": f"{time_text(self.seconds)} on {self.hardware.name}: compute {time_text(self.timeline.compute)}, "
+            f"exposed communication {time_text(self.exposed)}, optimizer {time_text(self.optimizer_seconds)}",
+            "lower bound": f"{time_text(self.lower_bound)}, set by {self.binds}; the schedule is {above}",
+            "memory": f"{bytes_text(self.memory.peak.total)} at the peak, in the {self.memory.peak.side}: "
+            + ", ".join(f"{name} {bytes_text(held[name])}" for name in CATEGORIES if held[name]),
+        }
+        return table(rows.items())
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    """A line for each (title, text)."""
+    return "\n".join(f"{title:<14}{text}" for title, text in rows)
+
+
+def time_text(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.5 else f"{seconds:.3g} s"
+
+
+def bytes_text(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.4g} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.4g} GiB"
 
 
 def predict(
@@ -112,8 +123,10 @@ def predict(
             to shard together.
 
     Raises:
-        KeyError: there is no such optimizer.
+        ConfigError: there is no such optimizer.
     """
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     of_optimizer = OPTIMIZERS[optimizer]
     work = Work.of(graphs, compiler=compiler)
     gradients = _gradient_bytes(work)

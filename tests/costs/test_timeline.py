@@ -3,9 +3,10 @@ import dataclasses
 import pytest
 from torch import nn
 
-from fsdp_compile import rewrite
+from fsdp_compile import ConfigError, rewrite
+from fsdp_compile.costs import explain
 from fsdp_compile.costs.collectives import Ring, all_gather, reduce_scatter
-from fsdp_compile.costs.predict import OPTIMIZERS, predict, rings_of
+from fsdp_compile.costs.predict import OPTIMIZERS, bytes_text, predict, rings_of, time_text
 from fsdp_compile.costs.timeline import COMPUTE, simulate
 from fsdp_compile.costs.work import Work
 from fsdp_compile.passes import ops
@@ -86,5 +87,26 @@ def test_a_prediction_adds_the_optimizer_and_says_what_binds():
     difference = (OPTIMIZERS["adam"].traffic - OPTIMIZERS["sgd"].traffic) * shards / SLOW.memory_bandwidth
     assert adam.seconds - sgd.seconds == pytest.approx(difference)
     assert adam.binds == "shard" and adam.seconds >= adam.lower_bound
-    assert "set by shard" in str(adam) and "at the peak" in str(adam)
     assert 0 < adam.utilisation < 1
+
+
+def test_a_prediction_and_its_explanation_say_the_same():
+    graphs = graphs_of()
+    lines = str(predict(graphs, SLOW)).splitlines()
+    assert [line[:14].rstrip() for line in lines] == ["step", "lower bound", "memory"]
+    assert "on small: compute" in lines[0] and "set by shard" in lines[1] and "MiB at the peak" in lines[2]
+    explained = [line.strip() for line in str(explain([graphs], SLOW)).splitlines()]
+    assert explained[2:5] == lines
+
+
+@pytest.mark.parametrize(
+    "seconds, num_bytes, texts",
+    [(0.0123, 3 << 20, ("12.3 ms", "3 MiB")), (1.5, 70 << 30, ("1.5 s", "70 GiB")), (0.0, 0, ("0 ms", "0 MiB"))],
+)
+def test_units_fit_what_they_count(seconds, num_bytes, texts):
+    assert (time_text(seconds), bytes_text(num_bytes)) == texts
+
+
+def test_an_optimizer_that_is_not_known():
+    with pytest.raises(ConfigError, match="optimizer is one of sgd, momentum, adam, not 'lion'"):
+        predict(graphs_of(), SMALL, optimizer="lion")
