@@ -19,7 +19,7 @@ import torch.fx
 
 from ..passes import analysis, ops
 from ..passes.insert_free import full_buffers
-from .nodes import full_bytes, is_item, is_kernel, num_bytes
+from .nodes import full_bytes, is_item, is_kernel, num_bytes, results
 from .work import Work, WorkOfGraph
 
 CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "reductions", "activations", "temporaries", "inputs")
@@ -128,7 +128,7 @@ def _lives(work: WorkOfGraph, *, saved: Collection[torch.fx.Node], is_reused: bo
         if ops.is_call(node, ops.ALL_GATHER_GROUPED):
             lives |= _lives_of_messages(node, time)
             continue
-        for tensor in [user for user in node.users if is_item(user)] or [node]:
+        for tensor in results(node):
             if size := num_bytes(tensor.meta.get("val")):
                 ends = [_end(reader, time) for reader in analysis.uses(tensor) if not ops.is_call(reader, ops.FREE)]
                 lives[tensor] = _Life(time[node], max(ends), size, category_of(tensor))

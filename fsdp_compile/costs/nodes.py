@@ -182,13 +182,18 @@ def _readers(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
 
 
 def _with_views(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """`node`, its views, and the tensors that it returns."""
+    """`node`, its views, and the tensors that it returns with theirs."""
+    return [view for value in dict.fromkeys((node, *results(node))) for view in analysis.aliases(value)]
+
+
+def results(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The tensors that a node returns: itself, or those that are taken out of it, or out of what is taken out of it."""
     items = [user for user in node.users if is_item(user)]
-    return [view for value in (node, *items) for view in analysis.aliases(value)]
+    return [result for item in items for result in results(item)] or [node]
 
 
 def is_item(node: torch.fx.Node) -> bool:
-    """Whether this takes one tensor out of several that another node returns."""
+    """Whether this takes one value out of several that another node returns."""
     return node.target is operator.getitem
 
 

@@ -2,6 +2,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -9,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_compile import rewrite
 from fsdp_compile.costs.memory import CATEGORIES, memory_of
 from fsdp_compile.costs.work import Work
-from tests.passes.tiny import Chain, rows
+from tests.passes.tiny import Chain, Checkpointed, rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import memory
@@ -40,6 +41,28 @@ def test_what_a_forward_holds_by_hand():
     assert held(moments, "forward", "all_gather_default") == resident | {"gathered": 40 * 4}
     # The message and the copies of its two parameters, of which one was read; 3 x 8 are saved for the backward.
     assert held(moments, "forward", "addmm") == resident | {"gathered": (32 + 8) * 4, "activations": 3 * 8 * 4}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.project = nn.Linear(8, 24, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        query, key, value = self.heads(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        return self.project(mixed.transpose(1, 2).flatten(2))
+
+
+def test_the_output_of_attention_that_is_computed_again_is_held_until_the_projection_has_read_it():
+    """It is taken out of what an operator returns that saves the state of the generator as well."""
+    model = Checkpointed(first=Attention(), second=Attention())
+    graphs = rewrite(model, torch.randn(5, 3, 8), world_size=2, auto_wrap_policy=nn.Linear)
+    moments = memory_of(Work.of(graphs, compiler="aot_eager")).moments
+    (first, _) = [node for node in graphs.forward.graph.nodes if "run_and_save_rng_state" in str(node.target)]
+    projection = next(node for node in graphs.forward.graph.nodes if node.name == "mm_1")
+    assert first < projection
+    assert held(moments, "forward", projection.args[0].name)["temporaries"] == 5 * 3 * 8 * 4
 
 
 def test_what_is_saved_is_held_until_the_backward_has_read_it():
