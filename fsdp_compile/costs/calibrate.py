@@ -1,6 +1,7 @@
 """Calibration: the profile of the machines that the ranks run on, measured in a few seconds.
 
-Every rank takes part, and every rank gets rank 0's profile. Compute is measured while all ranks compute, as in a step.
+Every rank takes part, and every rank gets rank 0's profile, whose digest is compared. Compute is measured while all
+ranks compute, as in a step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from ..errors import ConfigError
 from ..runtime.gloo import serial_group
 from .hardware import Hardware, Link
 
@@ -33,7 +35,23 @@ def calibrate(device: torch.device, *, name: str = "measured", ranks_per_node: i
         profiles = [hardware]
         dist.broadcast_object_list(profiles, device=device)
         hardware = profiles[0]
+        check_same(hardware)
     return hardware
+
+
+def check_same(hardware: Hardware, group: dist.ProcessGroup | None = None) -> None:
+    """Raise ConfigError unless all ranks of the group (None: all ranks) have this hardware; every one of them calls it.
+
+    Ranks that plan with different figures may decide differently, and then wait for each other's collectives forever.
+    """
+    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
+    dist.all_gather_object(found, (hardware.name, hardware.digest), group=group)
+    if len(set(found)) > 1:
+        rank_of_one = {described: found.index(described) for described in dict.fromkeys(found)}
+        listed = ", ".join(f"{name} (digest {digest}) on rank {rank}" for (name, digest), rank in rank_of_one.items())
+        raise ConfigError(
+            f"the ranks have different descriptions of the hardware: {listed}; give all of them one, of the same file"
+        )
 
 
 def _compute(device: torch.device, name: str, ranks_per_node: int) -> Hardware:
