@@ -138,7 +138,7 @@ def _lives(work: WorkOfGraph, *, saved: Collection[torch.fx.Node], is_reused: bo
 def _lives_of_messages(gather: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> dict[torch.fx.Node, _Life]:
     """The lives of what a grouped gather brings: every parameter is in memory by itself."""
     (wait,) = gather.users
-    lives = {}
+    lives: dict[torch.fx.Node, _Life] = {}
     for out in filter(ops.is_parameter_out, wait.users):
         shape, world_size = ops.argument(out, "shape"), ops.argument(out, "world_size")
         size = ops.shard_numel(shape, world_size) * world_size * out.meta["val"].element_size()
