@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
@@ -226,7 +227,8 @@ def first_ranks(mesh: DeviceMesh | None, name: str, make: Callable[[], str]) -> 
     """
     if mesh is None or dist.get_backend(mesh.get_group(0)) == "fake":
         return make()
-    ranks = mesh.mesh.flatten().tolist()
+    with unset_fake_temporarily():  # of the compilation that asks; private as of torch 2.11 to 2.13
+        ranks = mesh.mesh.flatten().tolist()
     store = distributed_c10d.PrefixStore("fsdp_compile", distributed_c10d._get_default_store())
     key = hashlib.sha256(f"{ranks} {name}".encode()).hexdigest()
     if dist.get_rank() == ranks[0]:

@@ -40,6 +40,14 @@ def test_the_explanation_has_a_part_for_every_graph(world_size, dynamic):
 
 
 @on_ranks(2)
+def test_planning_for_sizes_that_vary_compiles_once(world_size):
+    model = fsdp_compile(build("gpt"), backend="aot_eager", dynamic=True, hardware="h100")
+    for num in (4, 3, 2):
+        model(*[rows[:num] for rows in batch_of_rank(model, 0)]).backward()
+    assert len(model.graphs) == 1
+
+
+@on_ranks(2)
 def test_what_could_be_changed_follows_from_the_hardware(world_size):
     model = fsdp_compile(build("gpt"), backend="aot_eager")
     model(*batch_of_rank(model, 0)).backward()
