@@ -2,6 +2,8 @@ import torch
 from torch import nn
 
 from fsdp_compile.passes.insert_all_gather import InsertAllGather
+from fsdp_compile.passes.lower_collectives import LowerCollectives
+from fsdp_compile.passes.plan import Gather, StepPlan
 from tests.passes.tiny import (
     Adapted,
     Chain,
@@ -51,6 +53,98 @@ forward(up: f32[20], primals_2: f32[3,4], down: f32[12])
   down.bias: f32[2] = fsdp.copy_out(down.gathered, 8)
   addmm_1: f32[3,2] = addmm(down.bias, addmm, permute_1)
   return [addmm_1, down.weight, primals_2, addmm]""",
+        )
+
+    def test_a_plan_has_units_gathered_at_once(self):
+        plan = StepPlan((), (Gather(("up", "down"), is_grouped=False, start=None),), (), 1)
+        graph = trace(biased(), rows(), plan=plan).after(InsertAllGather)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(up: f32[20], primals_2: f32[3,4], down: f32[12])
+  up,down.joined: f32[32] = fsdp.join([up, down])
+  up,down.pending: f32[64] = fsdp.all_gather(up,down.joined)
+  up,down.gathered: f32[64] = fsdp.wait(up,down.pending)
+  up.weight: f32[8,4] = fsdp.copy_out(up,down.gathered, 0)
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  up.bias: f32[8] = fsdp.copy_out(up,down.gathered, 16)
+  addmm: f32[3,8] = addmm(up.bias, primals_2, permute)
+  down.weight: f32[2,8] = fsdp.copy_out(up,down.gathered, 20)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  down.bias: f32[2] = fsdp.copy_out(up,down.gathered, 28)
+  addmm_1: f32[3,2] = addmm(down.bias, addmm, permute_1)
+  return [addmm_1, down.weight, primals_2, addmm]""",
+        )
+
+    def test_a_plan_selects_the_form_of_every_gather(self):
+        plan = StepPlan((), (Gather(("up", "down"), is_grouped=True, start=None),), (), 1)
+        graphs = trace(biased(), rows(), plan=plan)
+        self.assertExpectedInline(
+            str(graphs.after(InsertAllGather)),
+            """\
+forward(up: f32[20], primals_2: f32[3,4], down: f32[12])
+  up,down.pending: f32[64] = fsdp.all_gather_grouped([up, down])
+  up,down.gathered: f32[64] = fsdp.wait(up,down.pending)
+  up.weight: f32[8,4] = fsdp.view_out(up,down.gathered, 0)
+  permute: f32[4,8] = permute(up.weight, [1, 0])
+  up.bias: f32[8] = fsdp.view_out(up,down.gathered, 16)
+  addmm: f32[3,8] = addmm(up.bias, primals_2, permute)
+  down.weight: f32[2,8] = fsdp.view_out(up,down.gathered, 20)
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  down.bias: f32[2] = fsdp.view_out(up,down.gathered, 28)
+  addmm_1: f32[3,2] = addmm(down.bias, addmm, permute_1)
+  return [addmm_1, down.weight, primals_2, addmm]""",
+        )
+        # The backward, which the plan does not name, gathers as it would without.
+        self.assertExpectedInline(
+            str(graphs.after(InsertAllGather, "backward")),
+            """\
+backward(down.weight: f32[2,8], primals_2: f32[3,4], addmm: f32[3,8], tangents_1: f32[3,2])
+  permute_1: f32[8,2] = permute(down.weight, [1, 0])
+  permute_2: f32[2,8] = permute(permute_1, [1, 0])
+  mm: f32[3,8] = mm(tangents_1, permute_2)
+  permute_3: f32[2,3] = permute(tangents_1, [1, 0])
+  mm_1: f32[2,8] = mm(permute_3, addmm)
+  sum_1: f32[1,2] = sum.dim_IntList(tangents_1, [0], True)
+  view: f32[2] = view(sum_1, [2])
+  down.packed: f32[24] = fsdp.pack([mm_1, view], [0, 8])
+  down.grad.pending: f32[12] = fsdp.reduce_scatter(down.packed)
+  down.grad: f32[12] = fsdp.wait(down.grad.pending)
+  permute_6: f32[8,3] = permute(mm, [1, 0])
+  mm_2: f32[8,4] = mm(permute_6, primals_2)
+  sum_2: f32[1,8] = sum.dim_IntList(mm, [0], True)
+  view_1: f32[8] = view(sum_2, [8])
+  up.packed: f32[40] = fsdp.pack([mm_2, view_1], [0, 16])
+  up.grad.pending: f32[20] = fsdp.reduce_scatter(up.packed)
+  up.grad: f32[20] = fsdp.wait(up.grad.pending)
+  return [up.grad, None, down.grad]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(LowerCollectives)),
+            """\
+forward(primals_1: f32[20], primals_2: f32[3,4], primals_3: f32[12])
+  slice_tensor: f32[16] = slice(primals_1, 0, 0, 16)
+  slice_tensor_1: f32[4] = slice(primals_1, 0, 16, 20)
+  slice_tensor_2: f32[8] = slice(primals_3, 0, 0, 8)
+  slice_tensor_3: f32[1] = slice(primals_3, 0, 8, 9)
+  all_gather_into_tensor_coalesced_default = _c10d_functional.all_gather_into_tensor_coalesced([slice_tensor, slice_tensor_1, slice_tensor_2, slice_tensor_3], 2, shard)
+  getitem: f32[32] = getitem(all_gather_into_tensor_coalesced_default, 0)
+  getitem_1: f32[8] = getitem(all_gather_into_tensor_coalesced_default, 1)
+  getitem_2: f32[16] = getitem(all_gather_into_tensor_coalesced_default, 2)
+  getitem_3: f32[2] = getitem(all_gather_into_tensor_coalesced_default, 3)
+  wait_tensor_default: f32[32] = _c10d_functional.wait_tensor(getitem)
+  wait_tensor_default_1: f32[8] = _c10d_functional.wait_tensor(getitem_1)
+  wait_tensor_default_2: f32[16] = _c10d_functional.wait_tensor(getitem_2)
+  wait_tensor_default_3: f32[2] = _c10d_functional.wait_tensor(getitem_3)
+  view_default: f32[8,4] = view(wait_tensor_default, [8, 4])
+  permute: f32[4,8] = permute(view_default, [1, 0])
+  view_default_1: f32[8] = view(wait_tensor_default_1, [8])
+  addmm: f32[3,8] = addmm(view_default_1, primals_2, permute)
+  view_default_2: f32[2,8] = view(wait_tensor_default_2, [2, 8])
+  permute_1: f32[8,2] = permute(view_default_2, [1, 0])
+  view_default_3: f32[2] = view(wait_tensor_default_3, [2])
+  addmm_1: f32[3,2] = addmm(view_default_3, addmm, permute_1)
+  return [addmm_1, view_default_2, primals_2, addmm]""",
         )
 
     def test_in_the_grouped_form_parameters_are_views(self):

@@ -2,6 +2,7 @@ from torch import nn
 
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.errors import PassError
+from fsdp_compile.passes.plan import Gather, StepPlan
 from fsdp_compile.passes.prefetch_all_gather import PrefetchAllGather
 from tests.passes.tiny import Adapted, Chain, four_layers, rows, three_layers
 from tests.passes.tracing import Drawing, Pictures, trace
@@ -56,6 +57,71 @@ forward(low: f32[8], primals_2: f32[3,4], mid: f32[8], top: f32[8])
   mm_2: f32[3,4] = mm(mm_1, permute_2)
   return [mm_2, mid, top.weight, primals_2, mm, mm_1]""",
         )
+
+    def test_a_plan_says_before_which_parameter_a_gather_starts(self):
+        gathers = [
+            Gather(("low",), False, None),
+            Gather(("mid",), False, "mid.weight"),
+            Gather(("top",), False, "mid.weight"),
+        ]
+        graph = trace(three_layers(), rows(), plan=StepPlan((), tuple(gathers), (), 1)).after(PrefetchAllGather)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(low: f32[8], primals_2: f32[3,4], mid: f32[8], top: f32[8])
+  low.pending: f32[16] = fsdp.all_gather(low)
+  low.gathered: f32[16] = fsdp.wait(low.pending)
+  low.weight: f32[4,4] = fsdp.view_out(low.gathered, 0)
+  permute: f32[4,4] = permute(low.weight, [1, 0])
+  mm: f32[3,4] = mm(primals_2, permute)
+  fsdp.free(low.gathered)
+  mid.pending: f32[16] = fsdp.all_gather(mid)
+  top.pending: f32[16] = fsdp.all_gather(top)
+  mid.gathered: f32[16] = fsdp.wait(mid.pending)
+  mid.weight: f32[4,4] = fsdp.view_out(mid.gathered, 0)
+  permute_1: f32[4,4] = permute(mid.weight, [1, 0])
+  mm_1: f32[3,4] = mm(mm, permute_1)
+  fsdp.free(mid.gathered)
+  top.gathered: f32[16] = fsdp.wait(top.pending)
+  top.weight: f32[4,4] = fsdp.view_out(top.gathered, 0)
+  permute_2: f32[4,4] = permute(top.weight, [1, 0])
+  mm_2: f32[3,4] = mm(mm_1, permute_2)
+  return [mm_2, mid, top.weight, primals_2, mm, mm_1]""",
+        )
+
+    def test_a_plan_moves_what_is_joined_with_its_gather(self):
+        gathers = Gather(("low",), False, None), Gather(("mid", "top"), False, "low.weight")
+        graph = trace(three_layers(), rows(), plan=StepPlan((), gathers, (), 1)).after(PrefetchAllGather)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(low: f32[8], primals_2: f32[3,4], mid: f32[8], top: f32[8])
+  low.pending: f32[16] = fsdp.all_gather(low)
+  mid,top.joined: f32[16] = fsdp.join([mid, top])
+  mid,top.pending: f32[32] = fsdp.all_gather(mid,top.joined)
+  low.gathered: f32[16] = fsdp.wait(low.pending)
+  low.weight: f32[4,4] = fsdp.view_out(low.gathered, 0)
+  permute: f32[4,4] = permute(low.weight, [1, 0])
+  mm: f32[3,4] = mm(primals_2, permute)
+  fsdp.free(low.gathered)
+  mid,top.gathered: f32[32] = fsdp.wait(mid,top.pending)
+  mid.weight: f32[4,4] = fsdp.copy_out(mid,top.gathered, 0)
+  permute_1: f32[4,4] = permute(mid.weight, [1, 0])
+  mm_1: f32[3,4] = mm(mm, permute_1)
+  fsdp.free(mid.weight)
+  top.weight: f32[4,4] = fsdp.copy_out(mid,top.gathered, 8)
+  fsdp.free(mid,top.gathered)
+  permute_2: f32[4,4] = permute(top.weight, [1, 0])
+  mm_2: f32[3,4] = mm(mm_1, permute_2)
+  return [mm_2, mid, top.weight, primals_2, mm, mm_1]""",
+        )
+
+    def test_a_plan_for_another_program(self):
+        plan = StepPlan((), (Gather(("low",), False, "no.weight"),), (), 1)
+        with self.assertRaisesRegex(
+            PassError, "low is planned to start before no.weight, which the graph does not use"
+        ):
+            trace(three_layers(), rows(), plan=plan)
 
     def test_with_distance_0_a_gather_starts_when_it_is_needed(self):
         graph = trace(four_layers(), rows(), forward_prefetch=0).after(PrefetchAllGather)
