@@ -12,10 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .config import Reduction
 from .errors import ConfigError
-from .passes import ops
+from .padding import room
 from .units import Unit
-
-_ALIGNMENT = 16  # bytes; collectives lose much of their bandwidth on unaligned messages (NVIDIA/nccl#413)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,14 +172,12 @@ def _short(dtype: torch.dtype) -> str:
 def _layout(bucket: str, key: _Key, parameters: list[tuple[str, nn.Parameter]], placement: Placement) -> Layout:
     axes = placement.axes
     shards, replicas = (NO_AXIS, axes.everyone) if key.is_scalar else (axes.shards, axes.replicas)
-    num_bytes = [dtype.itemsize for dtype in (key.dtype, key.param_dtype, key.reduce_dtype) if dtype is not None]
-    step = max(1, _ALIGNMENT // min(num_bytes))
+    dtypes = [dtype for dtype in (key.dtype, key.param_dtype, key.reduce_dtype) if dtype is not None]
     slots = []
     numel = 0
     for name, parameter in parameters:
         slots.append(Slot(name, numel, tuple(parameter.shape)))
-        taken = max(1, ops.shard_numel(parameter.shape, shards.size))  # an empty parameter too has its own offset
-        numel += -(-taken // step) * step
+        numel += room(parameter.shape, shards.size, dtypes)
     is_offloaded = placement.offload_from is not None
     return Layout(
         bucket,

@@ -195,6 +195,7 @@ def off_meta(tree: Any) -> Any:
         data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(data, tensor.requires_grad)
+        vars(data).update(vars(tensor))  # which dimensions are marked as dynamic, among others
         return data.requires_grad_(tensor.requires_grad)
 
     return tree_map_only(torch.Tensor, replace, tree)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from .arithmetic import equal, largest, select, smallest
 from .hardware import Hardware
 
 _ALIGNMENT = 16  # bytes of a rank's part; NVIDIA/nccl#413 reports a tenth of the bandwidth for others
@@ -30,50 +31,54 @@ class Ring:
     @classmethod
     def of_axis(cls, size: int, stride: int, hardware: Hardware) -> Ring:
         """The ring of an axis whose neighbouring ranks are `stride` apart, where ranks are numbered node by node."""
-        return cls(size, max(1, min(size, hardware.ranks_per_node // stride)))
+        return cls(size, largest(1, smallest(size, hardware.ranks_per_node // stride)))
 
     @property
     def num_nodes(self) -> int:
         return -(-self.size // self.ranks_per_node)
 
+    def hops(self, hardware: Hardware) -> float:
+        """Seconds in which the first byte passes all ranks."""
+        within = (self.size - self.num_nodes) * hardware.within_node.hop
+        return within + (self.num_nodes - 1) * hardware.between_nodes.hop
+
+    def bandwidth(self, hardware: Hardware) -> float:
+        """Bytes/s of the slower level that the ring passes."""
+        within, between = hardware.within_node.bandwidth, self.ranks_per_node * hardware.between_nodes.bandwidth
+        slower = select(self.ranks_per_node > 1, smallest(within, between), between)
+        bandwidth: float = select(equal(self.num_nodes, 1), within, slower)
+        return bandwidth
+
+
+def sent(num_bytes: float, ring: Ring) -> float:
+    """Bytes that a rank sends of a collective that moves each of `num_bytes` once."""
+    return num_bytes * (ring.size - 1) / ring.size
+
 
 def all_gather(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
     """Seconds until `num_bytes` are gathered on every rank."""
-    return _start(ring, hardware) + _transfer(num_bytes, ring, hardware) if ring.size > 1 else 0.0
+    if ring.size == 1:
+        return 0.0
+    return hardware.collective_start + ring.hops(hardware) + _transfer(num_bytes, ring, hardware)
 
 
 def reduce_scatter(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
     """Seconds until `num_bytes` of every rank are reduced, and each rank has its part."""
     if ring.size == 1:
         return 0.0
-    return _start(ring, hardware) + _transfer(num_bytes, ring, hardware) * hardware.reduce_scatter_factor
+    seconds = _transfer(num_bytes, ring, hardware) * hardware.reduce_scatter_factor
+    return hardware.collective_start + ring.hops(hardware) + seconds
 
 
 def all_reduce(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
     """Seconds until `num_bytes` of every rank are reduced on every rank."""
     if ring.size == 1:
         return 0.0
-    hops = _start(ring, hardware) - hardware.collective_start
-    return hardware.collective_start + 2 * (hops + _transfer(num_bytes, ring, hardware))
-
-
-def _start(ring: Ring, hardware: Hardware) -> float:
-    """Seconds before the last rank has the first byte of the first."""
-    within = (ring.size - ring.num_nodes) * hardware.within_node.hop
-    between = (ring.num_nodes - 1) * hardware.between_nodes.hop
-    return hardware.collective_start + within + between
+    return hardware.collective_start + 2 * (ring.hops(hardware) + _transfer(num_bytes, ring, hardware))
 
 
 def _transfer(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
     """Seconds that the bytes take, of a collective that moves each of them once."""
-    bandwidth = _bandwidth(ring, hardware)
-    if num_bytes / ring.size % _ALIGNMENT:
-        bandwidth /= _UNALIGNED
-    return num_bytes * (ring.size - 1) / ring.size / bandwidth
-
-
-def _bandwidth(ring: Ring, hardware: Hardware) -> float:
-    between = ring.ranks_per_node * hardware.between_nodes.bandwidth
-    if ring.num_nodes == 1:
-        return hardware.within_node.bandwidth
-    return min(hardware.within_node.bandwidth, between) if ring.ranks_per_node > 1 else between
+    is_aligned = equal(num_bytes / ring.size % _ALIGNMENT, 0)
+    seconds: float = sent(num_bytes, ring) / ring.bandwidth(hardware) * select(is_aligned, 1, _UNALIGNED)
+    return seconds

@@ -19,7 +19,7 @@ import torch.fx
 
 from ..passes import analysis, ops
 from ..passes.insert_free import full_buffers
-from .nodes import full_bytes, is_item, is_kernel, num_bytes, results
+from .nodes import extents, full_bytes, is_item, is_kernel, num_bytes, results
 from .work import Work, WorkOfGraph
 
 CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "reductions", "activations", "temporaries", "inputs")
@@ -72,8 +72,8 @@ def memory_of(work: Work, *, optimizer_bytes: int = 0, reduction_workspace: floa
     forward, is_reused = work.forward.graph, work.compiler == "inductor"
     resident = {"optimizer": optimizer_bytes, "shards": 0, "inputs": 0}
     for node in analysis.inputs(forward):
-        resident["shards" if _is_shard(node) else "inputs"] += num_bytes(node.meta["val"])
-    received = {} if work.backward is None else _received(forward, work.backward.graph)
+        resident["shards" if is_shard(node) else "inputs"] += num_bytes(node.meta["val"])
+    received = {} if work.backward is None else received_by_backward(forward, work.backward.graph)
     life_of_tensor = _lives(work.forward, saved=received.keys(), is_reused=is_reused)
     moments = _moments("forward", forward, life_of_tensor.values(), resident)
     if work.backward is not None:
@@ -91,21 +91,25 @@ def memory_of(work: Work, *, optimizer_bytes: int = 0, reduction_workspace: floa
     return Memory(moments)
 
 
-def _received(forward: torch.fx.Graph, backward: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
+def received_by_backward(forward: torch.fx.Graph, backward: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
     """The values that the forward saves, and the inputs of the backward that receive them."""
     received = [node for node in analysis.inputs(backward) if "tangents" not in str(node.target)]
     sent = analysis.outputs(forward)
     saved = sent[len(sent) - len(received) :]
-    saved.sort(key=lambda node: not isinstance(node.meta.get("val"), (int, float)))  # the backward takes sizes first
+    saved.sort(key=lambda node: bool(extents(node.meta.get("val"))))  # the backward takes sizes first
     return dict(zip(saved, received, strict=True))
 
 
-def _is_shard(node: torch.fx.Node) -> bool:
+def is_shard(node: torch.fx.Node) -> bool:
     """Whether an input of the forward is a shard: it is gathered, or its parameters are viewed."""
     return any(
-        ops.is_all_gather(user) or ops.is_parameter_out(user) or (ops.is_conversion(user) and _is_shard(user))
+        ops.is_all_gather(user) or ops.is_parameter_out(user) or (_is_form_of_shards(user) and is_shard(user))
         for user in node.users
     )
+
+
+def _is_form_of_shards(node: torch.fx.Node) -> bool:
+    return ops.is_conversion(node) or ops.is_call(node, ops.JOIN)
 
 
 def _lives(work: WorkOfGraph, *, saved: Collection[torch.fx.Node], is_reused: bool) -> dict[torch.fx.Node, _Life]:
@@ -229,7 +233,7 @@ def _categories(graph: torch.fx.Graph, saved: Collection[torch.fx.Node]) -> Call
 
     def category(node: torch.fx.Node) -> str:
         aliases = analysis.aliases(node)
-        if ops.is_all_gather(node) or ops.is_call(node, ops.PART) or _is_sent(node) or not full.isdisjoint(aliases):
+        if ops.is_all_gather(node) or ops.is_call(node, ops.RESHARD) or _is_sent(node) or not full.isdisjoint(aliases):
             return "gathered"
         if ops.is_call(node, ops.PACK) or ops.is_reduction(node) or ops.is_conversion(node):
             return "reductions" if returned.isdisjoint(aliases) else "gradients"
@@ -240,7 +244,7 @@ def _categories(graph: torch.fx.Graph, saved: Collection[torch.fx.Node]) -> Call
 
 def _is_sent(node: torch.fx.Node) -> bool:
     """Whether this is a shard in another form, on its way into a gather."""
-    return ops.is_conversion(node) and any(ops.is_all_gather(user) or _is_sent(user) for user in node.users)
+    return _is_form_of_shards(node) and any(ops.is_all_gather(user) or _is_sent(user) for user in node.users)
 
 
 def _moments(side: str, graph: torch.fx.Graph, lives: Iterable[_Life], resident: Mapping[str, int]) -> list[Moment]:

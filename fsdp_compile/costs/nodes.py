@@ -8,11 +8,14 @@ FLOPs are those of torch.utils.flop_counter, where a multiply-add is two; operat
 each element that they return. A compiler fuses light operators between heavy ones: together they read what comes from
 outside and write what is read outside. Without a compiler each operator of the graph is a kernel; of torch without any
 graph, each operator before it was decomposed.
+
+In `symbolic` graphs an `Extent` of expressions stands for every tensor, and what is computed here is an expression.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -22,6 +25,8 @@ import torch.fx
 from torch.utils.flop_counter import flop_registry
 
 from ..passes import analysis, ops
+from ..runtime.shapes import traced_shape
+from .arithmetic import largest
 from .hardware import Hardware
 
 Compiler = Literal["inductor", "aot_eager", "eager"]
@@ -34,6 +39,33 @@ _SAME_FLOPS = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """The sizes of a tensor.
+
+    Attributes:
+        shape: numbers, or expressions.
+        traced_numel: elements that it had when it was traced.
+    """
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    traced_numel: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Extent:
+        shape = traced_shape(tensor)
+        return cls(shape, tensor.dtype, math.prod(shape))
+
+    @property
+    def numel(self) -> Any:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> Any:
+        return self.numel * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +88,8 @@ class Kernel:
 
     def seconds(self, hardware: Hardware) -> float:
         arithmetic = self.flops / hardware.flops_of(self.dtype)
-        return hardware.kernel_start + max(arithmetic, self.num_bytes / hardware.memory_bandwidth)
+        seconds: float = largest(arithmetic, self.num_bytes / hardware.memory_bandwidth)
+        return hardware.kernel_start + seconds
 
 
 def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
@@ -99,7 +132,7 @@ def is_kernel(node: torch.fx.Node) -> bool:
         return False
     if ops.is_collective(node) or ops.is_call(node, ops.WAIT, ops.FREE, ops.STORE, ops.MOVE, ops.RESHARD):
         return False
-    return bool(_tensors(_value(node))) and not analysis.is_alias(node)
+    return bool(extents(_value(node))) and not analysis.is_alias(node)
 
 
 def flops_of(node: torch.fx.Node) -> float:
@@ -108,22 +141,38 @@ def flops_of(node: torch.fx.Node) -> float:
     packet = getattr(target, "overloadpacket", target)
     formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if formula is None:
-        return float(sum(value.numel() for value in _tensors(_value(node)))) if not ops.is_dialect(node) else 0.0
-    args, kwargs = torch.fx.map_arg((arguments, node.kwargs), lambda argument: argument.meta["val"])
+        return sum(extent.numel for extent in extents(_value(node))) if not ops.is_dialect(node) else 0
+    args, kwargs = torch.fx.map_arg((arguments, node.kwargs), lambda argument: _sized(argument.meta["val"]))
     if "attention" in str(packet):
         args = _with_all_heads(args)
-    return float(formula(*args, **kwargs, out_val=_value(node)))
+    flops: float = formula(*args, **kwargs, out_val=_sized(_value(node)))
+    return flops
+
+
+class _Shape(tuple[Any, ...]):
+    """What the formulas of torch take for a tensor: some its shape, others an object that has one."""
+
+    @property
+    def shape(self) -> _Shape:
+        return self
+
+
+def _sized(value: Any) -> Any:
+    """`value` with shapes for extents."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_sized, value))
+    return _Shape(value.shape) if isinstance(value, Extent) else value
 
 
 def _with_all_heads(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Keys and values with as many heads as the queries: torch 2.11 has no formula for fewer."""
 
     def is_headed(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.dim() == 4
+        return isinstance(value, (torch.Tensor, _Shape)) and len(value.shape) == 4
 
-    heads = max(value.shape[1] for value in arguments if is_headed(value))
+    heads = largest(*(value.shape[1] for value in arguments if is_headed(value)))
     return tuple(
-        value.new_empty(value.shape[0], heads, *value.shape[2:]) if is_headed(value) else value for value in arguments
+        _Shape((value.shape[0], heads, *value.shape[2:])) if is_headed(value) else value for value in arguments
     )
 
 
@@ -148,13 +197,13 @@ def _value(node: torch.fx.Node) -> Any:
 
 def num_bytes(value: Any) -> int:
     """Bytes of a tensor, or of all tensors that an operator returns."""
-    return int(sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value)))
+    return sum(extent.num_bytes for extent in extents(value))
 
 
 def full_bytes(collective: torch.fx.Node) -> int:
     """Bytes of the full tensor that a collective gathers, scatters or reduces."""
     is_scattered = ops.is_call(collective, ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED)
-    parts = int(ops.argument(collective, "world_size")) if is_scattered else 1
+    parts: int = ops.argument(collective, "world_size") if is_scattered else 1
     return parts * num_bytes(collective.meta["val"])
 
 
@@ -163,14 +212,18 @@ def _kernel(nodes: Sequence[torch.fx.Node]) -> Kernel:
     read: dict[torch.fx.Node, int] = {}
     for node in nodes:
         for source in node.all_input_nodes:
-            if _base(source) not in inside:
-                read[source] = max(read.get(source, 0), _read_of(node, source))
+            if base(source) not in inside:
+                read[source] = largest(read.get(source, 0), _read_of(node, source))
     written = tuple(node for node in nodes if any(user not in inside for user in _readers(node)))
     total = sum(read.values()) + sum(num_bytes(_value(node)) for node in written)
-    flops = {node: flops_of(node) for node in nodes}
-    heaviest = _tensors(_value(max(nodes, key=flops.__getitem__)))
-    dtype = max(heaviest, key=torch.Tensor.numel).dtype
-    return Kernel(tuple(nodes), written, sum(flops.values()), dtype, total)
+    return Kernel(tuple(nodes), written, sum(map(flops_of, nodes)), _dtype(nodes), total)
+
+
+def _dtype(nodes: Sequence[torch.fx.Node]) -> torch.dtype:
+    """That of the largest tensor that is computed rather than copied, if any is."""
+    computed = [node for node in nodes if not ops.is_dialect(node)] or nodes
+    found = [extent for node in computed for extent in extents(_value(node))]
+    return max(found, key=lambda extent: extent.traced_numel).dtype
 
 
 def _readers(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
@@ -204,14 +257,17 @@ def _read_of(node: torch.fx.Node, source: torch.fx.Node) -> int:
     return num_bytes(source.meta.get("val"))
 
 
-def _base(node: torch.fx.Node) -> torch.fx.Node:
+def base(node: torch.fx.Node) -> torch.fx.Node:
     """The node whose memory this one is a view of."""
     while analysis.is_alias(node) and not ops.is_call(node, ops.WAIT):
         node = node.all_input_nodes[0]
     return node
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def extents(value: Any) -> list[Extent]:
+    """Of a tensor, or of all tensors that an operator returns; a size of a dynamic dimension has none."""
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return [value] if isinstance(value, torch.Tensor) else []
+        return [extent for item in value for extent in extents(item)]
+    if isinstance(value, torch.Tensor):
+        return [Extent.of(value)]
+    return [value] if isinstance(value, Extent) else []

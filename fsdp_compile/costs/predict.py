@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
+from .arithmetic import largest
 from .collectives import Ring
 from .hardware import Hardware
 from .memory import CATEGORIES, Memory, memory_of
 from .nodes import Compiler, num_bytes
 from .timeline import COMPUTE, Timeline, simulate
 from .work import Work
+
+if TYPE_CHECKING:
+    from .formulas import Formula
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Prediction:
         work: what it was predicted from.
         flops: of forward and backward, what is computed twice counted twice.
         model_flops: three times those of the forward, as model FLOPs utilisation has it.
+        graphs, optimizer: what was predicted.
     """
 
     work: Work
@@ -54,6 +60,8 @@ class Prediction:
     flops: float
     model_flops: float
     peak_flops: float
+    graphs: RewrittenGraphs
+    optimizer: str
 
     @property
     def seconds(self) -> float:
@@ -79,6 +87,18 @@ class Prediction:
     def utilisation(self) -> float:
         """Model FLOPs utilisation: `model_flops` in a step's time, as a fraction of the dense peak."""
         return self.model_flops / self.seconds / self.peak_flops if self.seconds else 0.0
+
+    def formula(self, name: str, names: Sequence[str] = ()) -> Formula:
+        """One of `formulas.DEFINITIONS`, of these graphs in symbols; `names` are those of the dynamic dimensions.
+
+        Raises:
+            ConfigError: there is no such formula, or as `formulas_of`.
+        """
+        from .formulas import DEFINITIONS, formulas_of  # which imports this module: it predicts with symbols
+
+        if name not in DEFINITIONS:
+            raise ConfigError(f"there is no formula {name!r}; there are {', '.join(DEFINITIONS)}")
+        return formulas_of(self.graphs, optimizer=self.optimizer, compiler=self.work.compiler, names=names)[name]
 
     def __str__(self) -> str:
         held = self.memory.peak.held
@@ -129,7 +149,7 @@ def predict(
         raise ConfigError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     of_optimizer = OPTIMIZERS[optimizer]
     work = Work.of(graphs, compiler=compiler)
-    gradients = _gradient_bytes(work)
+    gradients = gradient_bytes(work)
     kernels = [kernel for side in work.sides for kernel in side.kernels]
     main_dtype = max(kernels, key=lambda kernel: kernel.flops).dtype if kernels else torch.float32
     return Prediction(
@@ -145,6 +165,8 @@ def predict(
         sum(side.flops for side in work.sides),
         (3 if work.backward else 1) * work.forward.flops,
         hardware.flops_of(main_dtype) / hardware.efficiency,
+        graphs,
+        optimizer,
     )
 
 
@@ -153,14 +175,14 @@ def rings_of(work: Work, hardware: Hardware) -> dict[str, Ring]:
     found = [node for side in work.sides for node in side.graph.nodes if ops.is_collective(node)]
     sharding = {ops.argument(node, "group") for node in found if not ops.is_call(node, ops.ALL_REDUCE)}
     size_of_group = {ops.argument(node, "group"): ops.argument(node, "world_size") for node in found}
-    num_shards = max((size_of_group[group] for group in sharding), default=1)
+    num_shards = largest(1, *(size_of_group[group] for group in sharding))
     return {
         group: Ring.of_axis(size, 1 if group in sharding else num_shards, hardware)
         for group, size in size_of_group.items()
     }
 
 
-def _gradient_bytes(work: Work) -> int:
+def gradient_bytes(work: Work) -> int:
     """Bytes of the gradients that the backward returns, which are as large as what the optimizer updates."""
     returned = analysis.outputs(work.backward.graph) if work.backward else []
     return sum(num_bytes(node.meta["val"]) for node in returned if node is not None)

@@ -7,18 +7,38 @@ its process group are done; a wait stops compute until its collective is done. W
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.fx
 
 from ..passes import ops
 from . import collectives
+from .arithmetic import largest, smallest
 from .collectives import Ring
 from .hardware import Hardware
 from .nodes import full_bytes, num_bytes
-from .work import Work, WorkOfGraph
+from .work import Work
 
 COMPUTE = "compute"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What compute comes to: a kernel or a copy between devices, the start of a collective, or a wait for one.
+
+    Attributes:
+        lane: "compute", or the process group of a collective that starts.
+        seconds: how long it takes if nothing else runs; a wait takes none.
+    """
+
+    lane: str
+    node: torch.fx.Node
+    seconds: float
+
+    @property
+    def is_wait(self) -> bool:
+        return ops.is_call(self.node, ops.WAIT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,56 +88,79 @@ def simulate(work: Work, hardware: Hardware, rings: Mapping[str, Ring]) -> Timel
     Args:
         rings: of every process group that the graphs name.
     """
-    clock = _Clock(hardware, rings)
+    steps = steps_of(work, hardware, rings)
+    clock = Clock(hardware.contention)
+    clock.run(steps)
+    compute = sum(step.seconds for step in steps if step.lane == COMPUTE)
+    return Timeline(clock.events, clock.exposed, clock.end, compute)
+
+
+def steps_of(work: Work, hardware: Hardware, rings: Mapping[str, Ring]) -> list[Step]:
+    """What compute comes to in forward and backward, in order; arguments are those of `simulate`."""
+    steps = []
     for side in work.sides:
-        clock.run(side)
-    end = max([clock.now, *clock.free_at.values()])
-    return Timeline(clock.events, clock.exposed, end, clock.compute)
-
-
-class _Clock:
-    """Runs graphs one after another."""
-
-    def __init__(self, hardware: Hardware, rings: Mapping[str, Ring]) -> None:
-        self.hardware, self.rings = hardware, rings
-        self.now = self.compute = 0.0
-        self.free_at: dict[str, float] = {}
-        self.done_at: dict[torch.fx.Node, float] = {}
-        self.events: list[Event] = []
-        self.exposed: dict[torch.fx.Node, float] = {}
-
-    def run(self, side: WorkOfGraph) -> None:
         kernel_at = {kernel.nodes[-1]: kernel for kernel in side.kernels}  # what a kernel reads must all be there
         for node in side.graph.nodes:
             if ops.is_collective(node):
-                self._start(node)
+                lane = ops.argument(node, "group")
+                steps.append(Step(lane, node, seconds_of(node, rings[lane], hardware)))
             elif ops.is_call(node, ops.WAIT):
-                self._wait(node)
+                steps.append(Step(COMPUTE, node, 0.0))
             elif ops.is_call(node, ops.MOVE):
-                self._compute(node, num_bytes(node.meta["val"]) / self.hardware.host_bandwidth)
+                steps.append(Step(COMPUTE, node, num_bytes(node.meta["val"]) / hardware.host_bandwidth))
             elif node in kernel_at:
-                self._compute(node, kernel_at[node].seconds(self.hardware))
+                steps.append(Step(COMPUTE, node, kernel_at[node].seconds(hardware)))
+    return steps
 
-    def _start(self, node: torch.fx.Node) -> None:
-        lane = ops.argument(node, "group")
-        start = max(self.now, self.free_at.get(lane, 0.0))
-        end = start + seconds_of(node, self.rings[lane], self.hardware)
-        self.free_at[lane] = self.done_at[node] = end
-        self.events.append(Event(lane, node, start, end))
+
+class Clock:
+    """Runs steps one after another.
+
+    Times are numbers, or expressions in symbols. `let` may give one a name for later ones to be written with; its kind
+    is "now" or "done" (when compute, or a collective, is), "exposed" (in a wait), or "contended" (of a kernel).
+    """
+
+    def __init__(self, contention: float, let: Callable[[str, Any], Any] = lambda kind, value: value) -> None:
+        self.contention, self.let = contention, let
+        self.now: Any = 0
+        self.free_at: dict[str, Any] = {}
+        self.done_at: dict[torch.fx.Node, Any] = {}
+        self.events: list[Event] = []
+        self.exposed: dict[torch.fx.Node, Any] = {}
+
+    @property
+    def end(self) -> Any:
+        return largest(self.now, *self.free_at.values())
+
+    def run(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            if step.is_wait:
+                self._wait(step.node)
+            elif step.lane == COMPUTE:
+                self._compute(step)
+            else:
+                self._start(step)
+
+    def _start(self, step: Step) -> None:
+        start = largest(self.now, self.free_at.get(step.lane, 0))
+        end = self.let("done", start + step.seconds)
+        self.free_at[step.lane] = self.done_at[step.node] = end
+        self.events.append(Event(step.lane, step.node, start, end))
 
     def _wait(self, node: torch.fx.Node) -> None:
         done = self.done_at[node.all_input_nodes[0]]
-        if done > self.now:
-            self.exposed[node] = done - self.now
-            self.now = done
+        exposed = largest(0, done - self.now)
+        if exposed != 0:
+            self.exposed[node] = self.let("exposed", exposed)
+            self.now = self.let("now", largest(self.now, done))
 
-    def _compute(self, node: torch.fx.Node, seconds: float) -> None:
+    def _compute(self, step: Step) -> None:
         """Compute is slower while collectives run."""
-        busy = max(0.0, max(self.free_at.values(), default=0.0) - self.now)
-        overlapped = min(busy, seconds * self.hardware.contention)
-        end = self.now + overlapped + seconds - overlapped / self.hardware.contention
-        self.events.append(Event(COMPUTE, node, self.now, end))
-        self.now, self.compute = end, self.compute + seconds
+        busy = largest(0, *(free_at - self.now for free_at in self.free_at.values()))
+        contended = self.let("contended", smallest(busy, step.seconds * self.contention))
+        end = self.let("now", self.now + contended + step.seconds - contended / self.contention)
+        self.events.append(Event(COMPUTE, step.node, self.now, end))
+        self.now = end
 
 
 def seconds_of(node: torch.fx.Node, ring: Ring, hardware: Hardware) -> float:
@@ -127,3 +170,8 @@ def seconds_of(node: torch.fx.Node, ring: Ring, hardware: Hardware) -> float:
     if ops.is_call(node, ops.ALL_REDUCE):
         return collectives.all_reduce(full_bytes(node), ring, hardware)
     return collectives.reduce_scatter(full_bytes(node), ring, hardware)
+
+
+def sent_by(node: torch.fx.Node, ring: Ring) -> float:
+    """Bytes that a rank sends in one collective; an all-reduce moves everything twice."""
+    return collectives.sent(full_bytes(node), ring) * (2 if ops.is_call(node, ops.ALL_REDUCE) else 1)

@@ -1,6 +1,11 @@
-"""Shapes: what symbolic sizes were when they were traced. Private torch API, as of 2.11 to 2.13: `SymNode.hint`."""
+"""Shapes: what symbolic sizes are, and were when they were traced.
+
+Private torch API, as of 2.11 to 2.13: `SymNode.hint`, `SymNode.expr`.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -13,3 +18,13 @@ def hint(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | 
     """The value that was traced with; for one that depends on data, 8192. Adds no guard, unlike int()."""
     found: int | float | bool | None = value.node.hint
     return found if found is not None else value.node.pytype(_UNKNOWN)
+
+
+def traced_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor when it was traced."""
+    return tuple(int(hint(size)) if isinstance(size, SYMBOLIC) else size for size in tensor.shape)
+
+
+def size_expression(size: int | torch.SymInt) -> Any:
+    """A size as it is, or as a sympy expression in the symbols of dynamic dimensions."""
+    return size if isinstance(size, int) else size.node.expr
