@@ -28,7 +28,7 @@ from .costs.collectives import Ring
 from .costs.hardware import Hardware
 from .costs.memory import CATEGORIES, Moment
 from .costs.nodes import Compiler, num_bytes
-from .costs.predict import Prediction, predict, rings_of
+from .costs.predict import Prediction, bytes_text, predict, rings_of
 from .costs.timeline import seconds_of
 from .costs.work import Work, WorkOfGraph
 from .errors import ConfigError
@@ -199,12 +199,15 @@ def _found(plan: StepPlan | None, draft: Draft, options: Options, goal: Goal) ->
 def _what_is_missing(found: Found, goal: Goal) -> str:
     peak = found.prediction.memory.peak
     held = sorted(((peak.held[name], name) for name in CATEGORIES if peak.held[name]), reverse=True)
-    listed = ", ".join(f"{name} {_mib(size)}" for size, name in held)
+    listed = ", ".join(f"{name} {bytes_text(size)}" for size, name in held)
     helping = [_HELPS[name] for _, name in held if name in _HELPS]
+    budget, missing, least, most = map(
+        bytes_text, (goal.memory_budget or 0, found.peak - goal.limit, found.peak, goal.limit)
+    )
     return (
-        f"memory_budget of {_mib(goal.memory_budget or 0)}: {_mib(found.peak - goal.limit)} are missing. The plan that "
-        f"needs least takes {_mib(found.peak)} at its peak, in the {peak.side} ({listed}), of {_mib(goal.limit)} that "
-        f"may be planned: {MARGIN:.0%} are left for what predictions miss. What would help: {'; '.join(helping[:2])}"
+        f"memory_budget of {budget}: {missing} are missing. The plan that needs least takes {least} at its peak, in the "
+        f"{peak.side} ({listed}), of {most} that may be planned: {MARGIN:.0%} are left for what predictions miss. What "
+        f"would help: {'; '.join(helping[:2])}"
     )
 
 
@@ -218,10 +221,6 @@ _HELPS = {
     "temporaries": "fewer rows a rank",
     "inputs": "fewer rows a rank",
 }
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.1f} MiB"
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch.fx
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..passes import ops
+from ..passes.plan import StepPlan
 from .hardware import HARDWARE, Hardware, find_hardware, hardware_of_gpu
 from .nodes import Compiler, full_bytes, num_bytes
 from .predict import Prediction, bytes_text, predict, table, time_text
@@ -73,12 +74,27 @@ def explain(
 
 def _lines(prediction: Prediction) -> list[str]:
     texts = [
-        table([("collectives", _collectives(prediction.work))]),
+        table([("schedule", _schedule(prediction.graphs.plan)), ("collectives", _collectives(prediction.work))]),
         str(prediction),
         table([("exposed", _exposed(prediction) or "nothing")]),
         table(("could change", text) for text in _changes(prediction)),
     ]
     return [f"  {line}" for text in texts for line in text.splitlines()]
+
+
+def _schedule(plan: StepPlan | None) -> str:
+    """What was decided, and by whom."""
+    if plan is None:
+        return "as the options say: a gather for each unit"
+    together = [" with ".join(each.buckets) for each in (*plan.forward, *plan.backward) if len(each.buckets) > 1]
+    decided = [
+        f"kept between forward and backward: {', '.join(plan.kept) or 'nothing'}",
+        f"gathered at once: {', '.join(together) or 'one unit at a time'}",
+        f"reductions under way: {plan.reductions}",
+    ]
+    if plan.activations is not None:
+        decided.append(f"activation memory budget: {plan.activations}")
+    return f"planned; {'; '.join(decided)}"
 
 
 def _collectives(work: Work) -> str:
@@ -134,10 +150,10 @@ def _changes(prediction: Prediction) -> list[str]:
 
 
 def _gathered_again(prediction: Prediction) -> list[tuple[float, int, str]]:
-    """For every gather of the backward: for how long it is exposed, its bytes, and the unit."""
+    """For every gather of a single unit in the backward: for how long it is exposed, its bytes, and the unit."""
     backward, found = prediction.work.backward, []
     for node in backward.graph.nodes if backward else ():
-        if ops.is_all_gather(node):
+        if ops.is_all_gather(node) and len(ops.gathered_shards(node)) == 1:
             (wait,) = [user for user in node.users if ops.is_call(user, ops.WAIT)]
             unit = ops.unit_of_bucket(ops.argument(node, "bucket"))
             found.append((prediction.timeline.exposed.get(wait, 0.0), num_bytes(node.meta["val"]), unit))

@@ -144,7 +144,7 @@ forward(primals_1: f32[20], primals_2: f32[3,4], primals_3: f32[12])
   permute_1: f32[8,2] = permute(view_default_2, [1, 0])
   view_default_3: f32[2] = view(wait_tensor_default_3, [2])
   addmm_1: f32[3,2] = addmm(view_default_3, addmm, permute_1)
-  return [addmm_1, view_default_2, primals_2, addmm]""",
+  return [addmm_1, view_default_2, primals_2, addmm]""",  # noqa: E501
         )
 
     def test_in_the_grouped_form_parameters_are_views(self):

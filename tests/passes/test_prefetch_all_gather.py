@@ -118,9 +118,7 @@ forward(low: f32[8], primals_2: f32[3,4], mid: f32[8], top: f32[8])
 
     def test_a_plan_for_another_program(self):
         plan = StepPlan((), (Gather(("low",), False, "no.weight"),), (), 1)
-        with self.assertRaisesRegex(
-            PassError, "low is planned to start before no.weight, which the graph does not use"
-        ):
+        with self.assertRaisesRegex(PassError, "low is planned to start before no.weight, which"):
             trace(three_layers(), rows(), plan=plan)
 
     def test_with_distance_0_a_gather_starts_when_it_is_needed(self):
