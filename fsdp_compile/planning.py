@@ -282,6 +282,8 @@ class _Search:
                 candidates[step.bucket.end] += step.candidates(states)
             states = self._best(boundary + 1, candidates[boundary + 1])
             candidates[boundary + 1] = []
+        if not states:  # all buckets packed, which are in memory twice for a while
+            raise ConfigError("no plan fits into the limit without messages of single parameters")
         return self._traced(min(states, key=lambda state: state.now))
 
     def _reach(self, boundary: int) -> int:

@@ -205,9 +205,9 @@ def _what_is_missing(found: Found, goal: Goal) -> str:
         bytes_text, (goal.memory_budget or 0, found.peak - goal.limit, found.peak, goal.limit)
     )
     return (
-        f"memory_budget of {budget}: {missing} are missing. The plan that needs least takes {least} at its peak, in the "
-        f"{peak.side} ({listed}), of {most} that may be planned: {MARGIN:.0%} are left for what predictions miss. What "
-        f"would help: {'; '.join(helping[:2])}"
+        f"memory_budget of {budget}: {missing} are missing. The plan that needs least takes {least} at its peak, in "
+        f"the {peak.side} ({listed}), of {most} that may be planned: {MARGIN:.0%} are left for what predictions miss. "
+        f"What would help: {'; '.join(helping[:2])}"
     )
 
 
@@ -425,25 +425,36 @@ def _with_kept(
             continue
         atoms = [atom for atom in side.atoms if is_forward or atom.unit not in kept]
         chain = side.chain(atoms, kept, is_forward=is_forward)
-        if chain.lowest_peak > limit:
+        search = partial(_search, channel=step.channel, forms=forms, limit=limit)
+        plan = _leanest(chain, step.channel, search, limit) if is_lean else search(chain)
+        if plan is None:
             return None
-        search = partial(best_plan, channel=step.channel, ends=range(1, len(atoms) + 1), forms=forms)
-        plan = _leanest(chain, step.channel, search, limit) if is_lean else search(chain, limit=limit)
         seconds += evaluate(chain, plan, step.channel).seconds
         gathers.append(tuple(side.gathers(atoms, plan)))
     return _Estimate(seconds, StepPlan(tuple(kept), gathers[0], gathers[1], _UNDER_WAY[0]))
 
 
-def _leanest(chain: Chain, channel: Channel, search: Callable[..., ChainPlan], limit: int) -> ChainPlan:
+def _search(chain: Chain, channel: Channel, forms: Sequence[bool], limit: int) -> ChainPlan | None:
+    try:
+        return best_plan(chain, channel, limit=limit, ends=range(1, len(chain.parameters) + 1), forms=forms)
+    except ConfigError:
+        return None
+
+
+def _leanest(
+    chain: Chain, channel: Channel, search: Callable[[Chain], ChainPlan | None], limit: int
+) -> ChainPlan | None:
     """Of the plans as fast as the fastest, one that gathers little at a time, even where there is room for more."""
-    plan = search(chain, limit=limit)
+    plan = search(chain)
+    if plan is None:
+        return None
     fast = _SAME * evaluate(chain, plan, channel).seconds
     bare = dataclasses.replace(chain, held=[0] * len(chain.held))
     low, high = bare.lowest_peak, evaluate(bare, plan, channel).peak
     while high - low > _FINE * high:
         middle = (low + high) // 2
         tight = dataclasses.replace(chain, held=[max(held, limit - middle) for held in chain.held])
-        other = search(tight, limit=limit) if tight.lowest_peak <= limit else None
+        other = search(tight)
         if other is not None and evaluate(chain, other, channel).seconds <= fast:
             plan, high = other, middle
         else:

@@ -73,6 +73,16 @@ class Prediction:
         return self.timeline.lower_bound + self.optimizer_seconds
 
     @property
+    def contended_bound(self) -> float:
+        """The lower bound where a collective slows down what is computed meanwhile (`Hardware.contention`, c):
+
+        max(communication, compute + (1 - 1 / c) communication), of the busiest process group.
+        """
+        busiest = max(self.timeline.communication.values(), default=0.0)
+        slowed = self.timeline.compute + (1 - 1 / self.hardware.contention) * busiest
+        return max(busiest, slowed) + self.optimizer_seconds
+
+    @property
     def binds(self) -> str:
         """What the lower bound is made of: "compute", or the process group that is busy longest."""
         lanes = {COMPUTE: self.timeline.compute, **self.timeline.communication}
