@@ -3,8 +3,8 @@
     python benchmarks/gap.py                              # a few minutes; no GPU, nothing in memory
     python benchmarks/gap.py --tokens 2048 --hardware b200
 
-Plain is one gather for each unit, one unit ahead; planned is what `hardware=` makes of it. Packed gathers and reductions
-are copied, grouped ones are not. The bound is that of the plain graphs without copies: all of the compute or all of the
+Plain is one gather for each unit, one unit ahead; planned is what `hardware=` makes of it. Packed gathers and
+reductions are copied, grouped ones are not. The bound is that of the plain graphs without copies: all compute or all
 messages of a process group; contended, with what collectives slow down compute while they run.
 """
 
