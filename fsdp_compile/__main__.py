@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from .costs.calibrate import calibrate
 from .costs.hardware import HARDWARE, Hardware, find_hardware
 from .costs.predict import OPTIMIZERS, Prediction, predict
 from .errors import CaptureError, ConfigError
+from .scheduling import Goal
+from .strategies import best_strategy, candidates, is_auto
 
 _GIB = 2**30
 _WIDTH = 110  # columns that the table needs
@@ -59,8 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         "--strategy",
         nargs="+",
         default=["FULL_SHARD"],
-        choices=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"],
-        help="+ hybrid shards over the ranks of a node (default: FULL_SHARD)",
+        choices=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "auto"],
+        help="+ hybrid shards over the ranks of a node; auto is planned, and is the fastest that fits "
+        "(default: FULL_SHARD)",
     )
     plan.add_argument("--lowering", default="grouped", choices=["grouped", "packed"], help="(default: grouped)")
     plan.add_argument("--optimizer", default="adam", choices=list(OPTIMIZERS), help="(default: adam)")
@@ -102,13 +106,15 @@ def _plan(options: argparse.Namespace) -> None:
     for gpus, batch, strategy in itertools.product(options.gpus, options.batch, options.strategy):
         with torch.device("meta"):
             model, inputs = make_model(), make_inputs(batch, options.seq)
-        graphs = rewrite(
-            model,
-            *inputs,
-            world_size=_world_size(gpus, strategy, hardware),
-            sharding_strategy=ShardingStrategy[strategy],
-            collective_lowering=options.lowering,
-        )
+        rewriting = partial(rewrite, model, *inputs, collective_lowering=options.lowering)
+        if is_auto(strategy):
+            goal = Goal(hardware, None, "inductor")
+            rewrites = candidates(rewriting, gpus, goal, hardware.ranks_per_node)
+            choice = best_strategy(rewrites, goal, optimizer=options.optimizer)
+            graphs, strategy = choice.graphs, choice.strategy.name
+        else:
+            world_size = _world_size(gpus, strategy, hardware)
+            graphs = rewriting(world_size=world_size, sharding_strategy=ShardingStrategy[strategy])
         prediction = predict(graphs, hardware, optimizer=options.optimizer)
         rows.append(_row(prediction, gpus, batch, options.seq, strategy))
     if options.json:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.utils._pytree import tree_map_only
 
 from .adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
 from .backend import CompileAs
 from .capture import capture_only, check_options
-from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig, check_strategy
+from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig, check_strategy, num_bytes_of
 from .costs.calibrate import calibrate
 from .costs.hardware import Hardware, find_hardware, hardware_of_gpu
 from .errors import ConfigError
@@ -33,12 +34,14 @@ from .sharding import (
     Plan,
     check_modules,
     check_not_sharded,
+    compute_device,
     note_sharding,
     options_of,
     pipeline_of,
     shard_parameters,
     sharding_of,
 )
+from .strategies import Auto, best_strategy, candidates, check_example_inputs, check_open, first_ranks_choice, is_auto
 from .units import Unit, find_units
 
 
@@ -48,7 +51,7 @@ def fsdp_compile(
     *,
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     auto_wrap_policy: Any = "auto",
-    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    sharding_strategy: ShardingStrategy | Auto = ShardingStrategy.FULL_SHARD,
     reshard_after_forward: Any = None,
     mp_policy: Any = None,
     offload_policy: Any = None,
@@ -57,6 +60,7 @@ def fsdp_compile(
     collective_lowering: str = "auto",
     memory_budget: int | str | None = None,
     hardware: Hardware | str | None = None,
+    example_inputs: Sequence[Any] | torch.Tensor | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     sync_module_states: bool = True,
@@ -79,6 +83,7 @@ def fsdp_compile(
         auto_wrap_policy: which modules are units; see `fsdp_compile.units.find_units`.
         sharding_strategy: torch's; FULL_SHARD on a mesh of two dimensions is HYBRID_SHARD. SHARD_GRAD_OP keeps
             parameters gathered between forward and backward, NO_SHARD keeps them whole and all-reduces gradients.
+            "auto" takes the one that is predicted to be the fastest that fits; `model.explain()` says why.
         reshard_after_forward: None leaves it to the strategy: all units are freed after the forward but the one used
             last. True frees all, False none; a number of ranks shards them over groups of that size until the
             backward; a map from globs over unit names to bools and numbers decides for the units it matches.
@@ -104,7 +109,10 @@ def fsdp_compile(
         hardware: what the schedule is planned for: a name of `costs.HARDWARE`, a profile that `calibrate` wrote, or a
             description. With it (or a budget) units are gathered together, early, and kept between forward and backward
             as the cost model says is fastest; without a budget, within the memory that it has. None is the GPU at hand
-            if only a budget is given, and is measured where that is not known, by all ranks, in a few seconds.
+            if only a budget or "auto" is given, and is measured where that is not known, by all ranks, in a few
+            seconds.
+        example_inputs: the positional arguments of a call, which sharding_strategy="auto" is chosen for: a tuple or
+            list, or the only tensor. Tensors may be on the meta device; nothing is computed with them.
 
     Returns:
         The same object. `model.graphs` lists the rewritten graphs compiled so far.
@@ -128,6 +136,7 @@ def fsdp_compile(
         collective_lowering=collective_lowering,
         memory_budget=memory_budget,
         hardware=hardware,
+        example_inputs=example_inputs,
         ignored_params=ignored_params,
         param_init_fn=param_init_fn,
         sync_module_states=sync_module_states,
@@ -145,7 +154,7 @@ def shard(
     *,
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     auto_wrap_policy: Any = "auto",
-    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    sharding_strategy: ShardingStrategy | Auto = ShardingStrategy.FULL_SHARD,
     reshard_after_forward: Any = None,
     mp_policy: Any = None,
     offload_policy: Any = None,
@@ -154,6 +163,7 @@ def shard(
     collective_lowering: str = "auto",
     memory_budget: int | str | None = None,
     hardware: Hardware | str | None = None,
+    example_inputs: Sequence[Any] | torch.Tensor | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     sync_module_states: bool = True,
@@ -168,6 +178,28 @@ def shard(
         raise ConfigError(f"sync_module_states is a bool, not {sync_module_states!r}")
     if param_init_fn is not None and not callable(param_init_fn):
         raise ConfigError(f"param_init_fn is a callable that takes a module, not {param_init_fn!r}")
+    ignored_params = None if ignored_params is None else list(ignored_params)
+    reason = None
+    check_example_inputs(sharding_strategy, example_inputs)
+    if is_auto(sharding_strategy):
+        check_open(reshard_after_forward, OffloadConfig.of(offload_policy))
+        chosen = _choose(
+            model,
+            mesh,
+            process_group,
+            example_inputs,
+            memory_budget,
+            hardware,
+            auto_wrap_policy=auto_wrap_policy,
+            mp_policy=mp_policy,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            collective_lowering=collective_lowering,
+            ignored_params=ignored_params,
+            gradient_reduction=gradient_reduction,
+        )
+        sharding_strategy, reason, hardware = chosen.strategy, chosen.reason, chosen.hardware
+        mesh, process_group = chosen.mesh, chosen.process_group
     strategy = check_strategy(sharding_strategy)
     schedule = ScheduleConfig.of(
         strategy,
@@ -188,7 +220,7 @@ def shard(
     if mesh is None and process_group is None:
         mesh = common_mesh(parts)
         initialise_from_environment(device)
-    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
+    local_world_size = _local_world_size()
     resolved = resolve_mesh(
         mesh, process_group, device, strategy, is_offloaded=offload.is_on, local_world_size=local_world_size
     )
@@ -207,22 +239,87 @@ def shard(
     )
     check_mesh(parts, resolved)
     if schedule.memory_budget is not None and schedule.hardware is None:
-        plan = dataclasses.replace(plan, schedule=_with_hardware_at_hand(schedule, plan, local_world_size))
+        found = _hardware_at_hand(plan.compute_device, resolved, local_world_size)
+        plan = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, hardware=found))
     sharding = shard_parameters(model, plan)
+    sharding.reason = reason
     adopt(model, parts, sharding)
     note_sharding(model, sharding)
     become_sharded(model)
     return model
 
 
-def _with_hardware_at_hand(schedule: ScheduleConfig, plan: Plan, ranks_per_node: int | None) -> ScheduleConfig:
-    """The schedule, to be planned for the GPU at hand, or for what is measured. Every rank of the mesh calls this."""
-    hardware = hardware_of_gpu() if plan.compute_device.type == "cuda" else None
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """What "auto" became, as the arguments of `shard`, and why."""
+
+    strategy: ShardingStrategy
+    reason: str
+    mesh: DeviceMesh | None
+    process_group: Any
+    hardware: Hardware | str | None
+
+
+def _choose(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    process_group: Any,
+    example_inputs: Any,
+    memory_budget: int | str | None,
+    hardware: Hardware | str | None,
+    *,
+    ignored_params: list[nn.Parameter] | None,
+    **options: Any,
+) -> _Chosen:
+    """Choose the strategy, on the first rank, for all. Every rank of the mesh calls this; `options` are `rewrite`'s."""
+    device = device_of(_check_model(model, ignored_params))
+    if parts := sharded_parts(model):
+        raise ConfigError(f"sharding_strategy='auto' is for a whole model, and {next(iter(parts))} is sharded already")
+    goal_of = partial(Goal, memory_budget=num_bytes_of(memory_budget), compiler="inductor")
+    hardware = None if hardware is None else find_hardware(hardware)
+    is_given = mesh is not None or process_group is not None
+    if not is_given:
+        initialise_from_environment(device)
+    resolved = resolve_mesh(mesh, process_group, device, ShardingStrategy.FULL_SHARD)
+    if resolved is None:
+        reason = "a single rank shards nothing, by any strategy."
+        return _Chosen(ShardingStrategy.FULL_SHARD, reason, mesh, process_group, hardware)
     if hardware is None:
-        if plan.mesh is not None and plan.mesh.size() != dist.get_world_size():
-            raise ConfigError("memory_budget on a part of the ranks needs hardware=: only all of them can be measured")
-        hardware = calibrate(plan.compute_device, ranks_per_node=ranks_per_node or 1)
-    return dataclasses.replace(schedule, hardware=hardware)
+        hardware = _hardware_at_hand(compute_device(device, resolved), resolved, _local_world_size())
+    ranks_per_node = _local_world_size() or hardware.ranks_per_node
+    shape: Any = resolved.size() if resolved.ndim == 1 else tuple(resolved.shape)
+    rewrites = candidates(
+        partial(rewrite, model, *_inputs_on(device, example_inputs), ignored_params=ignored_params, **options),
+        shape,
+        goal_of(hardware),
+        None if is_given else ranks_per_node,
+    )
+    strategy, reason = first_ranks_choice(resolved, lambda: best_strategy(rewrites, goal_of(hardware)))
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        resolved = resolve_mesh(None, None, device, strategy, local_world_size=ranks_per_node)
+    return _Chosen(strategy, reason, resolved, None, hardware)
+
+
+def _inputs_on(device: torch.device, example_inputs: Any) -> tuple[Any, ...]:
+    """The arguments of a call, where the model can be traced with them."""
+    inputs = (example_inputs,) if torch.is_tensor(example_inputs) else tuple(example_inputs)
+    if device.type == "meta":  # it will be traced as for the CPU
+        inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), inputs)
+    return off_meta(inputs, "cpu" if device.type == "meta" else device)  # type: ignore[no-any-return]
+
+
+def _local_world_size() -> int | None:
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
+
+
+def _hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, ranks_per_node: int | None) -> Hardware:
+    """The GPU at hand, or what is measured. Every rank of the mesh calls this."""
+    hardware = hardware_of_gpu() if device.type == "cuda" else None
+    if hardware is None:
+        if mesh is not None and mesh.size() != dist.get_world_size():
+            raise ConfigError("planning for a part of the ranks needs hardware=: only all of them can be measured")
+        hardware = calibrate(device, ranks_per_node=ranks_per_node or 1)
+    return hardware
 
 
 def rewrite(
@@ -230,7 +327,7 @@ def rewrite(
     *args: Any,
     world_size: int | tuple[int, int],
     auto_wrap_policy: Any = "auto",
-    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    sharding_strategy: ShardingStrategy | Auto = ShardingStrategy.FULL_SHARD,
     reshard_after_forward: Any = None,
     mp_policy: Any = None,
     backward_prefetch: Any = "auto",
@@ -260,6 +357,25 @@ def rewrite(
         raise ConfigError("collective_lowering='auto' depends on a process group: choose 'packed' or 'grouped'")
     if memory_budget is not None and found is None:
         raise ConfigError("memory_budget needs hardware= to plan for")
+    if is_auto(sharding_strategy):
+        if found is None:
+            raise ConfigError("sharding_strategy='auto' needs hardware= to choose for")
+        check_open(reshard_after_forward, OffloadConfig())
+        again = partial(
+            rewrite,
+            model,
+            *args,
+            auto_wrap_policy=auto_wrap_policy,
+            mp_policy=mp_policy,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            collective_lowering=collective_lowering,
+            ignored_params=None if ignored_params is None else list(ignored_params),
+            gradient_reduction=gradient_reduction,
+            **kwargs,
+        )
+        goal = Goal(found, num_bytes_of(memory_budget), "inductor")
+        return best_strategy(candidates(again, world_size, goal, found.ranks_per_node), goal).graphs
     strategy = check_strategy(sharding_strategy)
     axes = _axes_of_size(world_size, strategy)
     schedule = ScheduleConfig.of(

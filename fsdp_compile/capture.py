@@ -277,7 +277,8 @@ def capture_only(
         return Capture(pipeline, plan, stop, lambda gradients, arguments: None).compile(gm, example_inputs)
 
     try:
-        torch.compile(_calling(model), backend=backend, fullgraph=True)(*args, **kwargs)
+        # With sizes as they are: those of other calls neither make them symbols here, nor those of this one there.
+        torch.compile(_calling(model), backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except BackendCompilerFailed as e:
         if isinstance(e.inner_exception, _Captured):
             return e.inner_exception.graphs

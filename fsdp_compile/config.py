@@ -183,8 +183,7 @@ def check_strategy(strategy: object) -> ShardingStrategy:
     """`strategy` if it is one; raises ConfigError if not."""
     if not isinstance(strategy, ShardingStrategy):
         raise ConfigError(
-            f"sharding_strategy is a ShardingStrategy of torch.distributed.fsdp, not {strategy!r}"
-            + ("; choosing one by itself is not supported by this version" if strategy == "auto" else "")
+            f"sharding_strategy is a ShardingStrategy of torch.distributed.fsdp or 'auto', not {strategy!r}"
         )
     return strategy
 

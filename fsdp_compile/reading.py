@@ -186,13 +186,13 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout]) -> nn.Module:
     return copied
 
 
-def off_meta(tree: Any) -> Any:
-    """`tree` with every tensor on the meta device replaced by an uninitialised one on the CPU."""
+def off_meta(tree: Any, device: str | torch.device = "cpu") -> Any:
+    """`tree` with every tensor on the meta device replaced by an uninitialised one on `device`."""
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(data, tensor.requires_grad)
         vars(data).update(vars(tensor))  # which dimensions are marked as dynamic, among others

@@ -177,7 +177,7 @@ def _explain(model: nn.Module, hardware: Hardware | str | None = None, *, optimi
     """
     sharding = sharding_of(model)
     compiler: Any = sharding.compile.config.backend if sharding.compile is not None else "inductor"
-    return explain(sharding.graphs, hardware, optimizer=optimizer, compiler=compiler)
+    return explain(sharding.graphs, hardware, optimizer=optimizer, compiler=compiler, reason=sharding.reason)
 
 
 def _clip_grad_norm_(

@@ -53,6 +53,7 @@ class Sharding:
         plans: what was planned, by program; see `scheduling.Planner`.
         number: of the shardings of this process, which all ranks make in the same order.
         compile: how the model was compiled, if it was.
+        reason: why its strategy was chosen; None if the user said which.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
         gives_full_optimizer_state: whether `compat.FullyShardedDataParallel.optim_state_dict` gathers.
     """
@@ -69,6 +70,7 @@ class Sharding:
     plans: dict[str, StepPlan | None] = dataclasses.field(default_factory=dict)
     number: int = dataclasses.field(default_factory=itertools.count().__next__)
     compile: Compiler | None = None
+    reason: str | None = None
     is_summoned: bool = False
     gives_full_optimizer_state: bool = True
 
@@ -222,10 +224,14 @@ class Plan:
     @property
     def compute_device(self) -> torch.device:
         """Where the forward runs."""
-        device = device_of(self.parameters)
-        if self.mesh is not None and self.mesh.device_type not in (device.type, "cpu"):
-            return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
-        return device
+        return compute_device(device_of(self.parameters), self.mesh)
+
+
+def compute_device(device: torch.device, mesh: DeviceMesh | None) -> torch.device:
+    """Where the forward runs of a model whose parameters are on `device`."""
+    if mesh is not None and mesh.device_type not in (device.type, "cpu"):
+        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return device
 
 
 def shard_parameters(model: nn.Module, plan: Plan) -> Sharding:

@@ -67,6 +67,12 @@ def test_strategies_differ_in_what_they_hold_and_send(model, capsys):
     assert peaks["SHARD_GRAD_OP"]["gathered"] > peaks["FULL_SHARD"]["gathered"]
 
 
+def test_auto_is_the_strategy_that_was_chosen(model, capsys):
+    rows = plan(capsys, model, "--strategy", "NO_SHARD", "auto", "--batch", "1", "4096")["plans"]
+    assert [row["strategy"] for row in rows] == ["NO_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "NO_SHARD"]
+    assert rows[1]["seconds"] < rows[0]["seconds"] and rows[3]["seconds"] == rows[2]["seconds"]
+
+
 def test_what_does_not_fit_is_marked(model, capsys, tmp_path):
     small = dataclasses.replace(find_hardware("h100"), name="small", memory=1 << 20)
     profile = tmp_path / "small.json"

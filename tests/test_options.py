@@ -23,6 +23,7 @@ SHOWN_BY = {  # the test that fails if the option has no effect, or that shows t
     "collective_lowering": "test_rewrite.py::test_the_lowering_is_packed_or_grouped",
     "memory_budget": "test_scheduling.py::test_time_rises_as_the_budget_shrinks_and_the_peak_obeys",
     "hardware": "test_scheduling.py::test_a_plan_is_never_slower_than_no_plan",
+    "example_inputs": "distributed/test_strategies.py::test_auto_chooses_one_strategy_for_all_ranks_and_says_why",
     "ignored_params": "distributed/test_init.py::test_ignored_parameters_are_left_alone",
     "param_init_fn": "distributed/test_init.py::test_param_init_fn_gives_a_model_on_the_meta_device_its_values",
     "sync_module_states": "distributed/test_sharding.py::test_values_stay_the_ranks_own_on_request",

@@ -29,15 +29,17 @@ class Explanation:
     Attributes:
         graphs: one for each set of guards that was compiled.
         predictions: of a step of each, in the same order.
+        reason: why the sharding strategy was chosen, if it was.
     """
 
     graphs: Sequence[RewrittenGraphs]
     predictions: Sequence[Prediction]
+    reason: str | None = None
 
     def __str__(self) -> str:
         if not self.graphs:
             return "nothing was compiled so far: call the model once"
-        texts = []
+        texts = [table([("strategy", self.reason)])] if self.reason else []
         for number, prediction in enumerate(self.predictions, 1):
             texts.append("\n".join([f"graph {number} of {len(self.graphs)}", *_lines(prediction)]))
         return "\n\n".join(texts)
@@ -49,6 +51,7 @@ def explain(
     *,
     optimizer: str = "adam",
     compiler: Compiler = "inductor",
+    reason: str | None = None,
 ) -> Explanation:
     """What was decided in these graphs, and what a step of them is predicted to take.
 
@@ -56,6 +59,7 @@ def explain(
         hardware: one of `HARDWARE` by name, a file that `calibrate` wrote, or a description; None is the GPU at hand.
         optimizer: one of `predict.OPTIMIZERS`.
         compiler: what compiles the graphs; see `nodes.Compiler`.
+        reason: why the sharding strategy was chosen, to be shown.
 
     Raises:
         ConfigError: there is no such hardware or optimizer, or no GPU that is known.
@@ -69,7 +73,7 @@ def explain(
             )
         hardware = found
     predictions = [predict(each, hardware, optimizer=optimizer, compiler=compiler) for each in graphs]
-    return Explanation(graphs, predictions)
+    return Explanation(graphs, predictions, reason)
 
 
 def _lines(prediction: Prediction) -> list[str]:

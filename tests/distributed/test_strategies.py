@@ -1,17 +1,20 @@
 """Sharding strategies and resharding after the forward: one result, by different communication."""
 
+import dataclasses
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile.costs import HARDWARE
 from fsdp_compile.passes import ops
 from tests.distributed.training import (
+    ROWS,
     adamw,
     assert_close,
     assert_same_gradients,
@@ -165,6 +168,29 @@ def test_sharding_over_some_of_the_ranks(world_size):
     assert_same_gradients(model, expected)
 
 
+# NO_SHARD starts fewest collectives. The parameters of "odd_mlp", their gradients and states are 3360 bytes.
+ROOM = dataclasses.replace(HARDWARE["h100"], collective_start=1e-3)
+LITTLE = dataclasses.replace(ROOM, memory=3000)
+
+
+@pytest.mark.parametrize(("hardware", "strategy"), [(ROOM, "NO_SHARD"), (LITTLE, "FULL_SHARD")], ids=["room", "little"])
+@on_ranks(2)
+def test_auto_chooses_one_strategy_for_all_ranks_and_says_why(world_size, hardware, strategy):
+    model = build("odd_mlp")
+    rows = 4 if dist.get_rank() == 0 else 64  # what the first rank says counts
+    inputs = [tensor.to("meta") for tensor in model.inputs(rows, seed=0)]
+    model = compiled(model, sharding_strategy="auto", example_inputs=inputs, hardware=hardware)
+    assert_trains_equal(model, "odd_mlp")
+    gathers = [node for node in model.graphs[0].forward.graph.nodes if ops.is_all_gather(node)]
+    assert (not gathers) == (strategy == "NO_SHARD")
+    numel = sum(parameter.numel() for parameter in build("odd_mlp").parameters())
+    local = sum(parameter.to_local().numel() for parameter in model.parameters())
+    assert (local == numel) == (strategy == "NO_SHARD")
+    text = str(model.explain(hardware))
+    assert text.startswith("strategy ") and f"{strategy} is the" in text and "The others: " in text
+    assert f": f32[{ROWS},5]" in str(model.graphs[0].forward)  # the sizes of example_inputs have left no trace
+
+
 @on_ranks(2)
 def test_gradients_are_summed_or_divided_by_a_number(world_size):
     expected = build("odd_mlp")
@@ -181,7 +207,14 @@ def test_gradients_are_summed_or_divided_by_a_number(world_size):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sharding_strategy": "auto"}, "choosing one by itself is not supported"),
+        ({"sharding_strategy": "auto"}, "needs example_inputs, .* they are missing"),
+        ({"sharding_strategy": "auto", "example_inputs": "tokens"}, "they are of type str"),
+        (
+            {"sharding_strategy": "auto", "example_inputs": [], "reshard_after_forward": 2},
+            "reshard_after_forward=2 says",
+        ),
+        ({"sharding_strategy": "auto", "example_inputs": [], "offload_policy": CPUOffloadPolicy()}, "give a strategy"),
+        ({"example_inputs": []}, "example_inputs are what sharding_strategy='auto' is chosen for"),
         ({"sharding_strategy": 1}, "sharding_strategy is a ShardingStrategy"),
         ({"reshard_after_forward": 3}, "does not divide the 2 ranks"),
         ({"reshard_after_forward": 0}, "reshard_after_forward is None, a bool, a number of ranks"),

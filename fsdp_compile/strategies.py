@@ -1,0 +1,193 @@
+"""Strategies: which of them a model is sharded by, where the user leaves it open.
+
+Every candidate is rewritten, planned and predicted, as if it had been asked for. The fastest that fits is taken; of
+those that are as fast, the simplest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Literal, TypeGuard
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
+
+from .config import OffloadConfig
+from .costs.predict import bytes_text, predict, time_text
+from .errors import CaptureError, ConfigError
+from .graphs import RewrittenGraphs
+from .runtime.groups import first_ranks
+from .scheduling import Goal
+
+Auto = Literal["auto"]
+WorldSize = int | tuple[int, int]
+
+_SIMPLE = 1.01  # strategies within this factor are as fast as each other; then the simpler one is better
+_IN_ORDER = (  # from the simplest
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.HYBRID_SHARD,
+)
+
+
+def is_auto(strategy: object) -> TypeGuard[Auto]:
+    return isinstance(strategy, str) and strategy == "auto"
+
+
+def check_example_inputs(strategy: object, example_inputs: object) -> None:
+    """Raise ConfigError unless example_inputs are given with "auto", and only with it."""
+    if not is_auto(strategy):
+        if example_inputs is not None:
+            raise ConfigError("example_inputs are what sharding_strategy='auto' is chosen for; nothing else reads them")
+    elif not isinstance(example_inputs, (tuple, list, torch.Tensor)):
+        found = "are missing" if example_inputs is None else f"are of type {type(example_inputs).__name__}"
+        raise ConfigError(
+            "sharding_strategy='auto' needs example_inputs, the positional arguments of a call as a tuple or list (on "
+            f"the meta device, if you like), because it is chosen before the model is first called; they {found}"
+        )
+
+
+def check_open(reshard_after_forward: object, offload: OffloadConfig) -> None:
+    """Raise ConfigError for options that decide what "auto" leaves open, or that no strategy is predicted with."""
+    if reshard_after_forward is not None and not is_auto(reshard_after_forward):
+        raise ConfigError(
+            "sharding_strategy='auto' chooses what is resharded after the forward, and "
+            f"reshard_after_forward={reshard_after_forward!r} says what is: leave it out, or give a strategy"
+        )
+    if offload.is_on:
+        raise ConfigError("sharding_strategy='auto' with offload_policy is not supported: give a strategy")
+
+
+def candidates(
+    rewrite: Callable[..., RewrittenGraphs], world_size: WorldSize, goal: Goal, ranks_per_node: int | None
+) -> dict[ShardingStrategy, Callable[[], RewrittenGraphs]]:
+    """The strategies that `world_size` ranks can have, and what rewrites the model for each.
+
+    Args:
+        rewrite: takes `world_size`, `sharding_strategy` and `hardware`.
+        world_size: a pair (replicas, ranks to shard over) is the same for every strategy.
+        ranks_per_node: that hybrid sharding shards over; None for no hybrid sharding.
+    """
+    sizes: dict[ShardingStrategy, WorldSize] = dict.fromkeys(_IN_ORDER[:3], world_size)
+    if isinstance(world_size, int) and ranks_per_node and 1 < ranks_per_node < world_size:
+        num_nodes, left_over = divmod(world_size, ranks_per_node)
+        if not left_over:
+            sizes[ShardingStrategy.HYBRID_SHARD] = (num_nodes, ranks_per_node)
+    # The budget as the memory of the hardware: what does not fit is planned to need least, and is no error.
+    hardware = dataclasses.replace(goal.hardware, memory=goal.memory_budget or goal.hardware.memory)
+    return {
+        strategy: partial(rewrite, world_size=size, sharding_strategy=strategy, hardware=hardware)
+        for strategy, size in sizes.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A strategy, the graphs of the model by it, and two sentences that say why it was chosen."""
+
+    strategy: ShardingStrategy
+    graphs: RewrittenGraphs
+    reason: str
+
+
+def best_strategy(
+    rewrite_of_strategy: Mapping[ShardingStrategy, Callable[[], RewrittenGraphs]],
+    goal: Goal,
+    *,
+    optimizer: str = "adam",
+) -> Choice:
+    """The fastest strategy whose predicted peak fits; without a memory budget, else the one that needs least.
+
+    Raises:
+        ConfigError: none fits into the memory budget.
+    """
+    found = [
+        _Candidate.of(strategy, rewrite_of_strategy[strategy](), goal, optimizer)
+        for strategy in _IN_ORDER
+        if strategy in rewrite_of_strategy
+    ]
+    fitting = [candidate for candidate in found if candidate.fits]
+    limit = bytes_text(goal.limit)
+    if not fitting:
+        if goal.memory_budget is not None:
+            raise ConfigError(
+                f"memory_budget of {bytes_text(goal.memory_budget)}: no sharding strategy fits into the {limit} of it "
+                f"that may be planned. They need: {_listed(found)}. More ranks, fewer rows a rank, or activation "
+                "checkpointing would help"
+            )
+        best = min(found, key=lambda candidate: candidate.peak)
+        why = f"needs least, and none fits into the {limit} of {goal.hardware.name} that may be planned"
+        return best.chosen(why, found)
+    fastest = min(fitting, key=lambda candidate: candidate.seconds)
+    best = next(candidate for candidate in fitting if candidate.seconds <= _SIMPLE * fastest.seconds)
+    why = f"is the fastest on {goal.hardware.name} that fits into {limit}"
+    if best is not fastest:
+        why = f"is the simplest of the fastest on {goal.hardware.name} that fit into {limit}"
+    return best.chosen(why, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    strategy: ShardingStrategy
+    graphs: RewrittenGraphs
+    seconds: float
+    peak: int
+    fits: bool
+
+    @classmethod
+    def of(cls, strategy: ShardingStrategy, graphs: RewrittenGraphs, goal: Goal, optimizer: str) -> _Candidate:
+        prediction = predict(graphs, goal.hardware, optimizer=optimizer, compiler=goal.compiler)
+        peak = prediction.memory.peak.total
+        return cls(strategy, graphs, prediction.seconds, peak, peak <= goal.limit)
+
+    def chosen(self, why: str, found: Iterable[_Candidate]) -> Choice:
+        others = [candidate for candidate in found if candidate is not self]
+        reason = f"{self.strategy.name} {why}: {self.numbers}."
+        return Choice(self.strategy, self.graphs, f"{reason} The others: {_listed(others)}." if others else reason)
+
+    @property
+    def numbers(self) -> str:
+        return f"{time_text(self.seconds)} a step, {bytes_text(self.peak)} at the peak"
+
+
+_number = itertools.count()  # of the choices of this process, which all ranks make in the same order
+
+
+def first_ranks_choice(mesh: DeviceMesh, choose: Callable[[], Choice]) -> tuple[ShardingStrategy, str]:
+    """What `choose` returns on the first rank of the mesh, and why. Every rank of the mesh calls this.
+
+    Raises:
+        ConfigError, CaptureError: as `choose`, on all ranks. Other errors of it are a RuntimeError on the others.
+    """
+    failed: list[Exception] = []
+
+    def answer() -> str:
+        try:
+            choice = choose()
+        except Exception as e:  # the others wait for an answer
+            failed.append(e)
+            return json.dumps({"error": type(e).__name__, "text": str(e)})
+        return json.dumps({"strategy": choice.strategy.name, "reason": choice.reason})
+
+    said = json.loads(first_ranks(mesh, f"strategy {next(_number)}", answer))
+    if failed:
+        raise failed[0]
+    if "error" in said:
+        raise _ERRORS.get(said["error"], RuntimeError)(said["text"])
+    return ShardingStrategy[said["strategy"]], said["reason"]
+
+
+_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
+
+
+def _listed(found: Iterable[_Candidate]) -> str:
+    return "; ".join(
+        f"{candidate.strategy.name} {candidate.numbers}{'' if candidate.fits else ', does not fit'}"
+        for candidate in found
+    )

@@ -1,0 +1,138 @@
+"""sharding_strategy="auto": which strategy the cost model chooses for a model on described hardware, and why."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile import ConfigError, rewrite
+from fsdp_compile.costs import HARDWARE
+from fsdp_compile.costs.hardware import Link
+from fsdp_compile.costs.predict import predict
+from fsdp_compile.passes import ops
+from fsdp_compile.scheduling import Goal
+from fsdp_compile.strategies import best_strategy, candidates
+from tests.models import build
+
+H100 = HARDWARE["h100"]
+SLOW = Link(1e9, 1e-6)
+MIB = 2**20
+
+
+class Layers(nn.Module):
+    """1 MiB of parameters each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def on_meta(module, *inputs):
+    return module.to("meta"), [tensor.to("meta") for tensor in inputs]
+
+
+def choose(model, inputs, world_size, hardware, memory_budget=None):
+    goal = Goal(hardware, memory_budget, "inductor")
+    rewriting = partial(rewrite, model, *inputs, collective_lowering="auto")
+    return best_strategy(candidates(rewriting, world_size, goal, hardware.ranks_per_node), goal)
+
+
+def test_a_small_convolution_net_with_much_to_compute_keeps_its_parameters_whole():
+    model, inputs = on_meta(build("conv_net"), torch.ones(1, 1, 6, 6), torch.ones(1, dtype=torch.int64))
+    inputs = [tensor.expand(2**20, *tensor.shape[1:]) for tensor in inputs]
+    choice = choose(model, inputs, 8, H100)
+    assert choice.strategy is ShardingStrategy.NO_SHARD
+    graphs = rewrite(
+        model, *inputs, world_size=8, sharding_strategy="auto", hardware="h100", collective_lowering="auto"
+    )
+    assert str(graphs) == str(choice.graphs)
+    assert not any(ops.is_all_gather(node) for node in graphs.forward.graph.nodes)
+    seconds = predict(graphs, H100).seconds * 1e3
+    why, others = choice.reason.split(". The others: ")
+    assert (
+        why.startswith("NO_SHARD is the ") and f"{seconds:.3g} ms a step, " in why
+    assert why.endswith(" GiB at the peak")
+    )
+    assert [text.split()[0] for text in others.split("; ")] == ["SHARD_GRAD_OP", "FULL_SHARD"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "strategy"), [(None, "NO_SHARD"), (12, "SHARD_GRAD_OP"), (5, "FULL_SHARD")], ids=str
+)
+def test_what_is_kept_depends_on_the_memory(memory, strategy):
+    """Of 16 MiB of parameters, gradients and the optimizer's states, and 4 MiB of gathered parameters."""
+    few_hops = dataclasses.replace(H100, within_node=Link(1e9, 0.0), collective_start=0.0)
+    hardware = few_hops if memory is None else dataclasses.replace(few_hops, memory=memory * MIB)
+    choice = choose(Layers(), [torch.ones(64, 512)], 8, hardware)
+    assert choice.strategy is ShardingStrategy[strategy], choice.reason
+    assert choice.reason.count("does not fit") == {"NO_SHARD": 0, "SHARD_GRAD_OP": 1, "FULL_SHARD": 2}[strategy]
+
+
+def test_slow_links_between_nodes_want_shards_within_them():
+    nodes = dataclasses.replace(H100, ranks_per_node=2, between_nodes=Link(1e9, 1e-5), memory=64 * MIB)
+    model, inputs = on_meta(Layers(), torch.ones(4096, 512))
+    choice = choose(model, inputs, 4, nodes)
+    assert choice.strategy is ShardingStrategy.HYBRID_SHARD, choice.reason
+    by_hand = rewrite(
+        model,
+        *inputs,
+        world_size=(2, 2),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        hardware=nodes,
+        collective_lowering="auto",
+    )
+    assert str(choice.graphs) == str(by_hand)
+
+
+def test_hybrid_sharding_is_for_several_whole_nodes():
+    def strategies(world_size, ranks_per_node):
+        return [each.name for each in candidates(rewrite, world_size, Goal(H100, None, "inductor"), ranks_per_node)]
+
+    anywhere = ["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"]
+    assert strategies(16, 8) == [*anywhere, "HYBRID_SHARD"]
+    for world_size, ranks_per_node in ((8, 8), (12, 8), (8, 1), (16, None), ((2, 8), 8)):
+        assert strategies(world_size, ranks_per_node) == anywhere
+
+
+def test_without_room_it_is_what_needs_least_or_an_error_with_a_budget():
+    model, inputs = on_meta(Layers(), torch.ones(64, 512))
+    choice = choose(model, inputs, 8, dataclasses.replace(H100, memory=MIB))
+    assert choice.strategy is ShardingStrategy.FULL_SHARD
+    assert "FULL_SHARD needs least, and none fits into the 0.95 MiB" in choice.reason
+    options = {"world_size": 8, "sharding_strategy": "auto", "hardware": "h100"}
+    with pytest.raises(ConfigError, match=r"memory_budget of 1 MiB: .* They need: NO_SHARD .* FULL_SHARD .*does not"):
+        rewrite(model, *inputs, memory_budget="1 MiB", **options)
+    graphs = rewrite(model, *inputs, memory_budget="5 MiB", collective_lowering="auto", **options)
+    assert predict(graphs, H100).memory.peak.total <= 5 * MIB
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "sharding_strategy='auto' needs hardware= to choose for"),
+        ({"hardware": "h100", "reshard_after_forward": True}, "reshard_after_forward=True says what is"),
+        ({"hardware": "h100", "auto_wrap_policy": ["encoder.*"]}, "encoder"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_be_chosen_with(options, words):
+    with pytest.raises(ConfigError, match=words):
+        rewrite(Layers(), torch.ones(4, 512), world_size=2, sharding_strategy="auto", **options)
+
+
+def test_sizes_of_one_rewrite_are_no_symbols_in_the_next():
+    for rows in (4, 8):
+        assert f": f32[{rows},512]" in str(rewrite(Layers(), torch.ones(rows, 512), world_size=2).forward)
