@@ -62,10 +62,8 @@ def test_a_small_convolution_net_with_much_to_compute_keeps_its_parameters_whole
     assert not any(ops.is_all_gather(node) for node in graphs.forward.graph.nodes)
     seconds = predict(graphs, H100).seconds * 1e3
     why, others = choice.reason.split(". The others: ")
-    assert (
-        why.startswith("NO_SHARD is the ") and f"{seconds:.3g} ms a step, " in why
+    assert why.startswith("NO_SHARD is the ") and f"{seconds:.3g} ms a step, " in why
     assert why.endswith(" GiB at the peak")
-    )
     assert [text.split()[0] for text in others.split("; ")] == ["SHARD_GRAD_OP", "FULL_SHARD"]
 
 
