@@ -277,8 +277,9 @@ def capture_only(
         return Capture(pipeline, plan, stop, lambda gradients, arguments: None).compile(gm, example_inputs)
 
     try:
-        # With sizes as they are: those of other calls neither make them symbols here, nor those of this one there.
-        torch.compile(_calling(model), backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+        # Sizes stay numbers, whatever those of other calls were; and by its own name, this makes no symbols of those.
+        call = _calling(model, "rewrite_")
+        torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except BackendCompilerFailed as e:
         if isinstance(e.inner_exception, _Captured):
             return e.inner_exception.graphs
@@ -295,7 +296,7 @@ def compile_module(model: torch.nn.Module, **options: Any) -> None:
     model._compiled_call_impl = torch.compile(_calling(model), **options)
 
 
-def _calling(model: torch.nn.Module) -> Callable[..., Any]:
+def _calling(model: torch.nn.Module, prefix: str = "") -> Callable[..., Any]:
     """A function that calls `model`. Dynamo begins with the code of `forward` if it is given the model.
 
     It counts recompilations by code object: each function has its own.
@@ -304,7 +305,7 @@ def _calling(model: torch.nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name=type(model).__name__)
+    call.__code__ = call.__code__.replace(co_name=prefix + type(model).__name__)
     return call
 
 

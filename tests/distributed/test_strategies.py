@@ -188,7 +188,7 @@ def test_auto_chooses_one_strategy_for_all_ranks_and_says_why(world_size, hardwa
     assert (local == numel) == (strategy == "NO_SHARD")
     text = str(model.explain(hardware))
     assert text.startswith("strategy ") and f"{strategy} is the" in text and "The others: " in text
-    assert f": f32[{ROWS},5]" in str(model.graphs[0].forward)  # the sizes of example_inputs have left no trace
+    assert f": f32[{ROWS},5]" in str(model.graphs[0].forward)  # those of example_inputs have left no trace
 
 
 @on_ranks(2)
