@@ -359,7 +359,9 @@ def _channel(work: Work, rings: Mapping[str, Ring], hardware: Hardware) -> Chann
     num = 2**30 * ring.size
     start = _SLACK * collectives.all_gather(0, ring, hardware)
     sending = _SLACK * collectives.all_gather(num, ring, hardware) - start
-    return Channel(start, 0.0, num / sending if sending else math.inf, hardware.memory_bandwidth / 2)
+    return Channel(
+        start, _SLACK * hardware.message_start, num / sending if sending else math.inf, hardware.memory_bandwidth / 2
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ..runtime.gloo import serial_group
 from .hardware import Hardware, Link
 
 _SIZES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes of messages
-_REPEATS = 7
+_REPEATS = 9
 _NEVER = 1e15  # bytes/s of a link that there is none of
 
 _Send = Callable[[int, dist.ProcessGroup, torch.device], Callable[[], torch.Tensor]]
@@ -137,6 +137,7 @@ def _communication(device: torch.device, hardware: Hardware) -> Hardware:
         collective_start=within.start,
         contention=_contention(world, device),
         reduce_scatter_factor=reduce.each / gather.each,
+        message_start=_message_start(world, device),
         reduction_workspace=1.0 if "gloo" in dist.get_backend(world) else 0.0,  # gloo reduces a copy of its input
     )
 
@@ -150,7 +151,8 @@ def _line(send: _Send, group: dist.ProcessGroup, device: torch.device) -> _Line:
     for size in _SIZES:
         call = send(size, group, device)
         dist.barrier(group)
-        seconds.append(_seconds(lambda call=call: _wait(call()), device))  # type: ignore[misc]
+        # A step waits for all of its messages: their mean counts, some take twice as long as others.
+        seconds.append(_seconds(lambda call=call: _wait(call()), device, statistics.fmean))  # type: ignore[misc]
     return _Line.through(_SIZES, seconds)
 
 
@@ -164,6 +166,24 @@ def _reduce(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> C
     full = torch.ones(num_bytes // 4 // group.size() * group.size(), device=device)
     name = serial_group(group, device.type).group_name
     return lambda: torch.ops._c10d_functional.reduce_scatter_tensor(full, "sum", group.size(), name)
+
+
+def _message_start(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds that a message of a grouped gather takes besides its bytes, the first one aside."""
+    shard, number = torch.ones(16, device=device), 16
+    name = serial_group(group, device.type).group_name
+
+    def seconds(count: int) -> float:
+        def call() -> None:
+            shards = [shard] * count
+            gathered = torch.ops._c10d_functional.all_gather_into_tensor_coalesced(shards, group.size(), name)
+            for each in gathered:
+                _wait(each)
+
+        dist.barrier(group)
+        return _seconds(call, device, statistics.fmean)
+
+    return max(0.0, (seconds(number) - seconds(1)) / (number - 1))
 
 
 def _wait(pending: torch.Tensor) -> object:
@@ -195,8 +215,12 @@ def _synchronize_compute(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The median of a few calls, after one that does not count; short calls are timed in batches."""
+def _seconds(
+    call: Callable[[], object],
+    device: torch.device,
+    average: Callable[[Sequence[float]], float] = statistics.median,
+) -> float:
+    """The average of a few calls, after one that does not count; short calls are timed in batches."""
     call()
     begin = time.perf_counter()
     call()
@@ -213,7 +237,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
             call()
         _synchronize(device)
         found.append((time.perf_counter() - begin) / count)
-    return statistics.median(found)
+    return average(found)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -46,6 +46,7 @@ class Hardware:
         contention: how many times longer compute takes while a collective runs.
         reduce_scatter_factor: how many times the bytes of an all-gather a reduce-scatter of the same size moves.
         reduction_workspace: bytes that a reduce-scatter takes for itself, for each byte that it reduces.
+        message_start: seconds that each message of a grouped collective after the first takes besides its bytes.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Hardware:
     contention: float
     reduce_scatter_factor: float = 1.0
     reduction_workspace: float = 0.0
+    message_start: float = 0.0
 
     def __post_init__(self) -> None:
         rates = {

@@ -165,11 +165,18 @@ class Clock:
 
 def seconds_of(node: torch.fx.Node, ring: Ring, hardware: Hardware) -> float:
     """Seconds of one collective."""
-    if ops.is_all_gather(node):
-        return collectives.all_gather(full_bytes(node), ring, hardware)
     if ops.is_call(node, ops.ALL_REDUCE):
         return collectives.all_reduce(full_bytes(node), ring, hardware)
-    return collectives.reduce_scatter(full_bytes(node), ring, hardware)
+    collective = collectives.all_gather if ops.is_all_gather(node) else collectives.reduce_scatter
+    return collective(full_bytes(node), ring, hardware) + (num_messages(node) - 1) * hardware.message_start
+
+
+def num_messages(node: torch.fx.Node) -> int:
+    """Of a gather or a reduction: a grouped one sends every parameter by itself."""
+    if ops.is_call(node, ops.ALL_GATHER_GROUPED):
+        (wait,) = node.users
+        return max(1, len([out for out in wait.users if ops.is_parameter_out(out)]))
+    return len(ops.argument(node, "gradients")) if ops.is_call(node, ops.REDUCE_SCATTER_GROUPED) else 1
 
 
 def sent_by(node: torch.fx.Node, ring: Ring) -> float:
