@@ -5,7 +5,8 @@
 
 The hosts are network namespaces of this machine, joined by a veth pair whose two ends are shaped with tc; gloo sends
 through it as through a network. For every rate the machine and the link are calibrated, then every plan (prefetch
-distances, what is kept between forward and backward, what is sharded at all) is predicted and run.
+distances, what is kept between forward and backward, what is sharded at all, and what `hardware=` plans) is predicted
+and run.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fsdp_compile
-from fsdp_compile.costs import predict
+from fsdp_compile.costs import Hardware, predict
 from fsdp_compile.costs.calibrate import calibrate
+from fsdp_compile.scheduling import MARGIN
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from memory import Mlp
@@ -54,6 +56,8 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "not sharded": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "not sharded, no overlap": {"sharding_strategy": ShardingStrategy.NO_SHARD, "backward_prefetch": 0},
+    "planned": {"is_planned": True},
+    "planned, in no more memory": {"is_planned": True, "in_memory_of": "prefetch 1"},
 }
 
 
@@ -79,16 +83,29 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     hardware = calibrate(torch.device("cpu"), ranks_per_node=1)
-    results = []
+    results: list[dict[str, Any]] = []
     for model in options.models:
+        peaks: dict[str, int] = {}
         for plan in options.plans:
-            results.append({"model": model, "plan": plan, **measure(model, PLANS[plan], hardware, options.steps)})
+            found = measure(model, schedule_of(plan, hardware, peaks), hardware, options.steps)
+            peaks[plan] = int(found["peak"])
+            results.append({"model": model, "plan": plan, **found})
     if dist.get_rank() == 0:
         Path(options.result).write_text(json.dumps({"hardware": json.loads(hardware.to_json()), "results": results}))
     dist.destroy_process_group()
 
 
-def measure(name: str, plan: dict[str, Any], hardware: Any, steps: int) -> dict[str, float]:
+def schedule_of(plan: str, hardware: Hardware, peaks: dict[str, int]) -> dict[str, Any]:
+    """The options of a plan; `peaks` are the predicted bytes of those before."""
+    schedule = dict(PLANS[plan])
+    if schedule.pop("is_planned", False):
+        schedule |= {"hardware": hardware}
+        if (other := schedule.pop("in_memory_of", None)) is not None:
+            schedule |= {"memory_budget": int(peaks[other] / (1 - MARGIN)) + 1}
+    return schedule
+
+
+def measure(name: str, plan: dict[str, Any], hardware: Hardware, steps: int) -> dict[str, float]:
     """Seconds of forward and backward: the median of the slower rank, its spread, and what was predicted."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -115,6 +132,7 @@ def measure(name: str, plan: dict[str, Any], hardware: Any, steps: int) -> dict[
         "compute": found.timeline.compute,
         "communication": max(found.timeline.communication.values()),
         "exposed": found.exposed,
+        "peak": found.memory.peak.total,
     }
 
 
@@ -201,14 +219,15 @@ def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
     measured, predicted = ([row[name] for row in rows] for name in ("measured", "predicted"))
     table = Table(title=title, caption=f"rank correlation {rank_correlation(measured, predicted):.3f}")
     table.add_column("plan")
-    for heading in ("measured ms", "p10", "p90", "predicted ms", "ratio", "compute", "communication", "exposed"):
+    for heading in ("measured ms", "p10", "p90", "predicted ms", "ratio", "compute", "communication", "exposed", "MiB"):
         table.add_column(heading, justify="right")
     for row in rows:
         columns = ["measured", "p10", "p90", "predicted", "compute", "communication", "exposed"]
         cells = {name: f"{row[name] * 1e3:.1f}" for name in columns}
         ratio = f"{row['predicted'] / row['measured']:.3f}"
         order = ["measured", "p10", "p90", "predicted"]
-        table.add_row(row["plan"], *(cells[name] for name in order), ratio, *(cells[name] for name in columns[4:]))
+        mib = f"{row['peak'] / 2**20:.0f}"
+        table.add_row(row["plan"], *(cells[name] for name in order), ratio, *(cells[name] for name in columns[4:]), mib)
     console.print(table)
 
 
