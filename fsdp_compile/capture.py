@@ -242,8 +242,14 @@ def bucket_gradients(backward: torch.fx.Graph) -> list[BucketGradient]:
 
 
 def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The graph without code generation; like compiled code, it lets go of every input after its last use."""
-    return boxed_nop(torch.fx.GraphModule(graph, copy.deepcopy(graph.graph)), list(inputs))
+    """The graph without code generation; like compiled code, it lets go of every input after its last use.
+
+    An input whose node has another name is assigned to that name first, and what it was called before lives on.
+    """
+    copied = copy.deepcopy(graph.graph)
+    for node in analysis.inputs(copied):
+        node.target = node.name
+    return boxed_nop(torch.fx.GraphModule(graph, copied), list(inputs))
 
 
 class _Captured(Exception):
