@@ -5,7 +5,8 @@
 
 One process: the "fake" process group has the ranks of a larger job and sends nothing, so that a rank allocates what it
 would allocate, and computes with wrong values. torch.profiler notes every allocation of forward and backward; shards
-and inputs, which are there before, are added. What a backend of collectives allocates is not in it.
+and inputs, which are there before, are added. As with a backend that sends, what a collective reads is held until that
+is waited for. What a backend of collectives allocates is not in it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +132,44 @@ def measure(name: str, strategy: str, backend: str, **schedule: Any) -> Result:
     for _ in range(2):  # some models compile once more at their second step
         model(*inputs).backward()
         model.zero_grad()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with holding_what_is_sent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model(*inputs).backward()
     predicted = memory_of(Work.of(model.graphs[-1], compiler=backend))
     resident = predicted.moments[0].held
     return Result(predicted, allocated(profiler) + resident["shards"] + resident["inputs"])
+
+
+_c10d = torch.ops._c10d_functional  # private, as of torch 2.11 to 2.13
+_SENDING = (
+    _c10d.all_gather_into_tensor.default,
+    _c10d.all_gather_into_tensor_coalesced.default,
+    _c10d.reduce_scatter_tensor.default,
+    _c10d.reduce_scatter_tensor_coalesced.default,
+)
+
+
+@contextmanager
+def holding_what_is_sent() -> Iterator[None]:
+    """The "fake" group is done with what it is given at once; others read it until the collective is waited for."""
+    sent_for: dict[int, Any] = {}  # by where each result lies
+
+    def sending(op: Any) -> Callable[..., Any]:
+        def run(value: Any, *args: Any) -> Any:
+            result = op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, value, *args)
+            sent_for.update((out.data_ptr(), value) for out in (result if isinstance(result, list) else [result]))
+            return result
+
+        return run
+
+    def wait(result: Tensor) -> Tensor:
+        sent_for.pop(result.data_ptr(), None)
+        return _c10d.wait_tensor.default._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, result)
+
+    with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
+        for op in _SENDING:
+            library.impl(op, sending(op), "CPU")
+        library.impl(_c10d.wait_tensor.default, wait, "CPU")
+        yield
 
 
 def allocated(profiler: profile) -> int:

@@ -1,3 +1,4 @@
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import rewrite
+from fsdp_compile.costs import HARDWARE, Link
 from fsdp_compile.costs.memory import CATEGORIES, memory_of
 from fsdp_compile.costs.work import Work
 from tests.passes.tiny import Chain, Checkpointed, rows
@@ -105,3 +107,28 @@ def test_the_predicted_peak_is_the_measured_one_within_5_percent(four_ranks, nam
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_the_predicted_peak_of_generated_code_is_the_measured_one_within_5_percent(four_ranks, name):
     assert memory.measure(name, "FULL_SHARD", "inductor").ratio == pytest.approx(1, abs=0.05)
+
+
+def test_predicted_to_the_byte_what_is_kept_is_let_go_once_the_backward_has_read_it(four_ranks, monkeypatch):
+    """But for numbers, of which kernels make scalars."""
+    monkeypatch.setitem(memory.MODELS, "tiny", lambda: (memory.Mlp(dim=64, layers=3), memory._rows(64, 64)))
+    for options in (
+        {"backward_prefetch": 0},
+        {"collective_lowering": "grouped"},
+        {"reshard_after_forward": False},
+    ):
+        result = memory.measure("tiny", "FULL_SHARD", "aot_eager", **options)
+        assert abs(result.predicted.peak.total - result.measured) < 64, options
+
+
+def test_planned_steps_hold_what_they_are_predicted_to(four_ranks, monkeypatch):
+    """A process that sends slowly keeps what a budget leaves room for."""
+    monkeypatch.setitem(memory.MODELS, "tiny", lambda: (memory.Mlp(dim=64, layers=3), memory._rows(64, 64)))
+    slow = dataclasses.replace(HARDWARE["h100"], within_node=Link(5e7, 1e-6))
+    free = memory.measure("tiny", "FULL_SHARD", "aot_eager", hardware=slow)
+    states = 2 * free.predicted.moments[0].held["shards"]
+    for part in (1.0, 0.85):
+        budget = int(part * (free.measured + states) / 0.95)
+        result = memory.measure("tiny", "FULL_SHARD", "aot_eager", hardware=slow, memory_budget=budget)
+        assert abs(result.predicted.peak.total - result.measured) < 64
+        assert result.measured + states <= budget
