@@ -5,8 +5,8 @@
 2. Which units stay gathered between forward and backward: those that the forward uses last, as many as pay and
    fit. They are in memory for the shortest time, and their gathers are those that the backward waits for first.
 3. For each choice of those, `planning.best_plan` cuts the rest into gathers and says when each starts.
-4. The best ones are rewritten and predicted in full, and so is what the user asked for without a plan. The fastest
-   that fits is taken.
+4. The best one, and one that keeps all units, are rewritten and predicted in full, and so is what the user asked for
+   without a plan. The fastest that fits is taken.
 5. Where memory is what limits it, all of this is done again for programs that save less and compute more.
 """
 
@@ -16,6 +16,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -138,6 +139,9 @@ def _planned(step: _Step, activations: float | None, draft: Draft, options: Opti
                 found.append(_found(dataclasses.replace(plan, reductions=number), draft, options, goal))
                 if found[-1].prediction.seconds * _SAME >= found[-2].prediction.seconds:
                     break
+            all_kept = [*_always_kept(step, options), *_open_units(step, options)]
+            if len(plan.kept) < len(all_kept) and (other := _with_kept(step, all_kept, options.forms, limit)):
+                found.append(_found(dataclasses.replace(other.plan, activations=activations), draft, options, goal))
             return found
         limit -= excess  # the chains do not see all that is in memory
     return [*found, _found(_lean(step, options, activations), draft, options, goal)]
@@ -172,7 +176,10 @@ class Planner:
             ConfigError: no plan fits into the memory budget, or for these shapes the one does not that was made.
         """
         if program not in self.plans:
-            answer = json.loads(self.agree(program, lambda: self._made(draft)))
+            failed: list[Exception] = []
+            answer = json.loads(self.agree(program, lambda: self._made(draft, failed)))
+            if failed:
+                raise failed[0]
             if "error" in answer:
                 raise ConfigError(answer["error"])
             self.plans[program] = StepPlan.from_json(answer["plan"]) if answer["plan"] else None
@@ -183,10 +190,11 @@ class Planner:
                 raise ConfigError(_what_is_missing(found, self.goal))
         return plan
 
-    def _made(self, draft: Draft) -> str:
+    def _made(self, draft: Draft, failed: list[Exception]) -> str:
         try:
             plan = find_plan(draft, self.options, self.goal).plan
-        except ConfigError as e:
+        except Exception as e:  # the other ranks wait for an answer
+            failed.append(e)
             return json.dumps({"error": str(e)})
         return json.dumps({"plan": plan and plan.to_json()})
 
@@ -275,6 +283,11 @@ class _Side:
             step = step_of[moment.node]
             held[step] = max(held[step], moment.total - moment.held["gathered"])
         atoms = sorted(_atoms(graph, step_of), key=lambda atom: atom.parameter.first)
+        if twice := [bucket for bucket, count in Counter(atom.bucket for atom in atoms).items() if count > 1]:
+            raise ConfigError(
+                f"hardware and memory_budget plan units by name, and two have the bucket {twice[0]}: shard the module "
+                "that holds both, without sharding them before"
+            )
         groups = {ops.argument(node, "group") for node in graph.nodes if ops.is_all_gather(node)}
         reductions = [
             Reduction(seconds_of(node, rings[ops.argument(node, "group")], goal.hardware), step_of[node])
@@ -379,8 +392,7 @@ class _Estimate:
 
 def _best(step: _Step, options: Options, limit: int) -> _Estimate | None:
     """The best plan by the chains, with as few units kept as it takes; None if none fits."""
-    order = [unit for unit in step.kept_first() if unit not in options.fixed]
-    always = _always_kept(step, options)
+    order, always = _open_units(step, options), _always_kept(step, options)
     found: dict[int, _Estimate] = {}
 
     def try_sizes(sizes: Iterable[int]) -> None:
@@ -398,6 +410,10 @@ def _best(step: _Step, options: Options, limit: int) -> _Estimate | None:
     seconds = min(estimate.seconds for estimate in found.values())
     size = min(size for size, estimate in found.items() if estimate.seconds <= _SAME * seconds)
     return _with_kept(step, [*always, *order[:size]], options.forms, limit, is_lean=True)
+
+
+def _open_units(step: _Step, options: Options) -> list[str]:
+    return [unit for unit in step.kept_first() if unit not in options.fixed]
 
 
 def _always_kept(step: _Step, options: Options) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fsdp_compile.chains import Bucket, Chain, Channel, Outcome, Parameter, Plan, evaluate, plain_plan
+from fsdp_compile.chains import Bucket, Chain, Channel, Outcome, Parameter, Plan, Reduction, evaluate, plain_plan
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.planning import best_plan, front
 
@@ -22,7 +22,12 @@ def chains(draw, max_parameters):
     seconds, held = draw(per_step), draw(per_step)
     firsts = sorted(draw(st.lists(st.integers(0, num_steps - 1), min_size=1, max_size=max_parameters)))
     last = {first: st.just(first) | st.integers(first, num_steps - 1) for first in firsts}
-    return Chain(seconds, held, [Parameter(draw(st.integers(0, 8)), first, draw(last[first])) for first in firsts])
+    kind = st.sampled_from([0, 0, 0, 0, 1])
+    parameters = [
+        Parameter(draw(st.integers(0, 8)), first, draw(last[first]), draw(st.integers(1, 2)), draw(kind))
+        for first in firsts
+    ]
+    return Chain(seconds, held, parameters)
 
 
 def channels():
@@ -36,6 +41,8 @@ def all_plans(chain):
     for cuts in itertools.product((False, True), repeat=num_parameters - 1):
         boundaries = [0, *(index for index, is_cut in enumerate(cuts, 1) if is_cut), num_parameters]
         pairs = list(itertools.pairwise(boundaries))
+        if any(len({parameter.kind for parameter in chain.parameters[begin:end]}) > 1 for begin, end in pairs):
+            continue
         starts = list(nondecreasing([chain.parameters[begin].first for begin, _ in pairs]))
         for packed in itertools.product((False, True), repeat=len(pairs)):
             for start in starts:
@@ -198,3 +205,27 @@ def test_a_chain_without_parameters_has_a_plan_without_buckets():
     assert evaluate(chain, best_plan(chain, channel(), limit=4), channel()) == Outcome(seconds=3, exposed=0, peak=4)
     with pytest.raises(ConfigError, match="1 are missing"):
         best_plan(chain, channel(), limit=3)
+
+
+def test_reductions_share_the_channel_and_are_waited_for_at_the_end():
+    chain = Chain([2, 2, 2], [0] * 3, [Parameter(4, 0, 0), Parameter(4, 2, 2)], [Reduction(5, 0), Reduction(3, 2)])
+    channel = Channel(start=0, per_message=0, bandwidth=2, copy_bandwidth=4)
+    plan = Plan([Bucket(0, 1, 0, False), Bucket(1, 2, 1, False)])
+    # Gather until 2, compute until 4, reduction until 9, gather until 11, compute until 13, reduction until 16.
+    assert evaluate(chain, plan, channel) == Outcome(seconds=16, exposed=2 + 5, peak=4)
+    early = Plan([Bucket(0, 1, 0, False), Bucket(1, 2, 0, False)])
+    # Both gathers until 4: the reduction waits for them, and nothing waits for it.
+    assert evaluate(chain, early, channel) == Outcome(seconds=12, exposed=2, peak=8)
+    assert evaluate(chain, best_plan(chain, channel), channel).seconds == 12
+
+
+def test_only_the_forms_that_are_allowed_are_planned():
+    chain = Chain([1] * 4, [0] * 4, [Parameter(8, step, step) for step in range(4)])
+    for copy_bandwidth, per_message in ((1e9, 100), (1e-3, 0)):  # packed is better, then it is worse
+        channel = Channel(start=1, per_message=per_message, bandwidth=8, copy_bandwidth=copy_bandwidth)
+        for form in (False, True):
+            assert {bucket.is_packed for bucket in best_plan(chain, channel, forms=[form]).buckets} == {form}
+        (best,) = {bucket.is_packed for bucket in best_plan(chain, channel).buckets}
+        assert best == (per_message > 0)
+    with pytest.raises(ConfigError, match="without messages of single parameters"):
+        best_plan(chain, channel, limit=8, forms=[True])
