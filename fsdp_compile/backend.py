@@ -106,7 +106,7 @@ def _common_pipeline(shardings: list[Sharding], config: CompileConfig) -> tuple[
     if not shardings:
         return (lambda plan: Pipeline.of()), no_plan
     first, *others = shardings
-    if any(other.pipeline() != first.pipeline() or other.schedule != first.schedule for other in others):
+    if any(other.pipeline()(None) != first.pipeline()(None) or other.schedule != first.schedule for other in others):
         schedules = [sharding.schedule for sharding in shardings]
         raise ConfigError(f"models that are compiled into one graph need the same schedule options, not {schedules}")
     planner = first.planner(config)
@@ -115,7 +115,7 @@ def _common_pipeline(shardings: list[Sharding], config: CompileConfig) -> tuple[
             "hardware and memory_budget plan for one model, and several are compiled into one graph: shard the module "
             "that holds them"
         )
-    return first.pipeline, planner.plan if planner else no_plan
+    return first.pipeline(), planner.plan if planner else no_plan
 
 
 def _refuse(*_: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -77,19 +78,21 @@ class Sharding:
     def __post_init__(self) -> None:
         self.running.prepare = self.prepare
 
-    def pipeline(self, plan: StepPlan | None = None) -> Pipeline:
-        """The passes that this model's graphs run through."""
-        return pipeline_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped, plan)
+    def pipeline(self) -> Callable[[StepPlan | None], Pipeline]:
+        """The passes that this model's graphs run through, for a plan or None. It does not keep the model alive."""
+        return partial(pipeline_of, self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
 
     def planner(self, compiler: CompileConfig) -> Planner | None:
-        """What plans this model's graphs; None if their schedule follows from the options."""
+        """What plans this model's graphs; None if their schedule follows from the options. As `pipeline` otherwise."""
         if self.schedule.hardware is None:
             return None
         options = options_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
         goal = Goal(self.schedule.hardware, self.schedule.memory_budget, compiler.backend)  # type: ignore[arg-type]
 
+        mesh, number = self.mesh, self.number
+
         def agree(program: str, make: Callable[[], str]) -> str:
-            return first_ranks(self.mesh, f"plan {self.number} {program}", make)
+            return first_ranks(mesh, f"plan {number} {program}", make)
 
         return Planner(options, goal, self.plans, agree)
 
