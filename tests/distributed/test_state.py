@@ -190,8 +190,6 @@ def test_a_deep_copy_is_another_model(world_size, is_called_before, front_end):
 
 @both_front_ends
 @pytest.mark.parametrize("schedule", [{}, {"hardware": "h100", "memory_budget": "1 GiB"}], ids=["options", "planned"])
-    "schedule", [{}, {"hardware": "h100", "memory_budget": "1 GiB"}], ids=["by options", "planned"]
-)
 @on_ranks(2)
 def test_a_dropped_model_frees_its_parameters(world_size, schedule, front_end):
     model = front_end(build("odd_mlp"), **schedule)
