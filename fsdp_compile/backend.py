@@ -11,7 +11,7 @@ import torch
 import torch.fx
 import torch.nn as nn
 
-from .capture import BucketGradient, Capture, check_options, compile_module, no_plan
+from .capture import BucketGradient, Capture, check_options, compile_module
 from .config import CompileConfig
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
@@ -104,7 +104,7 @@ def _shardings(example_inputs: Sequence[Any]) -> list[Sharding]:
 def _common_pipeline(shardings: list[Sharding], config: CompileConfig) -> tuple[Any, Any]:
     """What `Capture` takes as `pipeline` and as `plan`."""
     if not shardings:
-        return (lambda plan: Pipeline.of()), no_plan
+        return (lambda plan: Pipeline.of()), None
     first, *others = shardings
     if any(other.pipeline()(None) != first.pipeline()(None) or other.schedule != first.schedule for other in others):
         schedules = [sharding.schedule for sharding in shardings]
@@ -115,7 +115,7 @@ def _common_pipeline(shardings: list[Sharding], config: CompileConfig) -> tuple[
             "hardware and memory_budget plan for one model, and several are compiled into one graph: shard the module "
             "that holds them"
         )
-    return first.pipeline(), planner.plan if planner else no_plan
+    return first.pipeline(), planner.plan if planner else None
 
 
 def _refuse(*_: Any) -> Any:

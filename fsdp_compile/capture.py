@@ -32,6 +32,9 @@ from .runtime.gradients import shard_of
 from .runtime.inductor import Fences
 from .runtime.kernels import capturing
 
+MakePlan = Callable[[str, Draft], StepPlan | None]
+"""(program, draft) to the plan of a program; `scheduling.Planner.plan` explains both."""
+
 
 @dataclasses.dataclass(frozen=True)
 class BucketGradient:
@@ -63,7 +66,7 @@ class Capture:
 
     Attributes:
         pipeline: the passes for a plan; for None, without one.
-        plan: (program, draft) to the plan of a program; `scheduling.Planner.plan` explains both.
+        plan: makes plans; None for a schedule that follows from the options alone.
         on_graphs: called with the rewritten graphs before they are compiled.
         on_backward: called whenever a compiled backward runs, with what it does and its arguments by name; it may
             replace these.
@@ -72,7 +75,7 @@ class Capture:
     """
 
     pipeline: Callable[[StepPlan | None], Pipeline]
-    plan: Callable[[str, Draft], StepPlan | None]
+    plan: MakePlan | None
     on_graphs: Callable[[RewrittenGraphs], None]
     on_backward: Callable[[Sequence[BucketGradient], dict[str, Any]], None]
     generates_code: bool = True
@@ -107,7 +110,7 @@ class Capture:
             copied = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
             return RewrittenGraphs.of(pipeline.draft_inference(copied))
 
-        plan = self.plan(_program("inference", gm.graph), draft)
+        plan = None if self.plan is None else self.plan(_program("inference", gm.graph), draft)
         self.on_graphs(RewrittenGraphs.of(self.pipeline(plan).rewrite_inference(gm), plan=plan))
 
     def _noting(
@@ -182,6 +185,9 @@ class _Halves:
                 self.found[activations] = self.pipeline.split(copied, self.num_fwd_outputs, self.static_inputs)
         return self.found[activations]
 
+    def draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
+        return RewrittenGraphs.of(*pipeline.draft_halves(self.of(activations).copy()))
+
 
 def activations_are_free() -> bool:
     """Whether torch's activation memory budget is as it is by default."""
@@ -199,13 +205,14 @@ class Partitioner(CustomPartitionerFn):
         self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         static_inputs = kwargs.get("static_lifetime_input_indices") or ()
-        halves = _Halves(gm, self.capture.pipeline(None), kwargs["num_fwd_outputs"], static_inputs)
-
-        def draft(pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
-            return RewrittenGraphs.of(*pipeline.draft_halves(halves.of(activations).copy()))
-
-        plan = self.capture.plan(_program("training", gm.graph), draft)
-        forward, backward = self.capture.pipeline(plan).rewrite_halves(halves.of(plan.activations if plan else None))
+        pipeline = self.capture.pipeline(None)
+        if self.capture.plan is None:
+            plan, halves = None, pipeline.split(gm, kwargs["num_fwd_outputs"], static_inputs)
+        else:
+            split = _Halves(gm, pipeline, kwargs["num_fwd_outputs"], static_inputs)
+            plan = self.capture.plan(_program("training", gm.graph), split.draft)
+            halves = split.of(plan.activations if plan else None)
+        forward, backward = self.capture.pipeline(plan).rewrite_halves(halves)
         self.gradients += bucket_gradients(backward.scheduled.graph)
         self.capture.on_graphs(RewrittenGraphs.of(forward, backward, plan))
         return forward.lowered, backward.lowered
@@ -259,16 +266,12 @@ class _Captured(Exception):
         self.graphs = graphs
 
 
-def no_plan(program: str, draft: Draft) -> None:
-    """For a `Capture` whose schedule follows from the options alone."""
-
-
 def capture_only(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     pipeline: Callable[[StepPlan | None], Pipeline],
-    plan: Callable[[str, Draft], StepPlan | None] = no_plan,
+    plan: MakePlan | None = None,
 ) -> RewrittenGraphs:
     """The rewritten graphs of `model(*args, **kwargs)`, which is traced and not run; arguments as those of `Capture`.
 

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from fsdp_compile.capture import Capture, no_plan
+from fsdp_compile.capture import Capture
 from fsdp_compile.config import Reduction
 from fsdp_compile.layout import Placement, lay_out
 from fsdp_compile.passes import ops
@@ -362,7 +362,7 @@ def compiled(model):
     def backend(gm, example_inputs):
         capture = Capture(
             lambda plan: Pipeline.of(),
-            no_plan,
+            None,
             lambda graphs: None,
             lambda gradients, arguments: None,
             generates_code=False,
