@@ -7,7 +7,7 @@ VENV ?= .venv
 DEMO ?= build/demo
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-RANKS := tests/distributed tests/compiled tests/test_examples.py tests/test_packaging.py tests/test_transformers.py
+RANKS := tests/distributed tests/test_examples.py tests/test_packaging.py tests/test_transformers.py
 
 .PHONY: demo test check clean
 

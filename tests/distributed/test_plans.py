@@ -37,9 +37,9 @@ def gathers_of(side):
 
 
 @pytest.mark.parametrize(
-    ("backend", "lowering"), [("aot_eager", "packed"), ("aot_eager", "grouped"), ("inductor", "auto")]
+    ("backend", "lowering", "kept"),
+    [("aot_eager", "packed", None), ("aot_eager", "grouped", True), ("inductor", "auto", True)],
 )
-@pytest.mark.parametrize("kept", [None, True])
 @on_ranks(2)
 def test_planned_training_is_that_of_the_unsharded_model(world_size, backend, lowering, kept):
     model = fsdp_compile(
