@@ -396,9 +396,8 @@ def _best(step: _Step, options: Options, limit: int) -> _Estimate | None:
     found: dict[int, _Estimate] = {}
 
     def try_sizes(sizes: Iterable[int]) -> None:
-        for size in sizes:
-            estimate = _with_kept(step, [*always, *order[:size]], options.forms, limit)
-            if size not in found and estimate is not None:
+        for size in sorted(set(sizes) - set(found)):
+            if (estimate := _with_kept(step, [*always, *order[:size]], options.forms, limit)) is not None:
                 found[size] = estimate
 
     gap = max(1, len(order) // _SIZES)

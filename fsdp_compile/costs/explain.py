@@ -64,15 +64,13 @@ def explain(
     Raises:
         ConfigError: there is no such hardware or optimizer, or no GPU that is known.
     """
-    if not isinstance(hardware, Hardware):
-        found = find_hardware(hardware) if hardware is not None else hardware_of_gpu()
-        if found is None:
-            raise ConfigError(
-                f"say for which hardware: one of {', '.join(HARDWARE)}, or a file that "
-                "`python -m fsdp_compile calibrate` wrote"
-            )
-        hardware = found
-    predictions = [predict(each, hardware, optimizer=optimizer, compiler=compiler) for each in graphs]
+    found = hardware_of_gpu() if hardware is None else find_hardware(hardware)
+    if found is None:
+        raise ConfigError(
+            f"say for which hardware: one of {', '.join(HARDWARE)}, or a file that "
+            "`python -m fsdp_compile calibrate` wrote"
+        )
+    predictions = [predict(each, found, optimizer=optimizer, compiler=compiler) for each in graphs]
     return Explanation(graphs, predictions, reason)
 
 
