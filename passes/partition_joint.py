@@ -43,15 +43,6 @@ class PartitionJoint:
 
     reshard: Mapping[str, bool | ops.Part] = dataclasses.field(default_factory=dict)
 
-    def __call__(
-        self, joint: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int] = ()
-    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        """Forward and backward of `joint`, whose first `num_fwd_outputs` outputs are the forward's.
-
-        `static_inputs` are the positions of the inputs that live as long as the model: the partitioner saves them free.
-        """
-        return self.reshard_halves(Halves.of(joint, num_fwd_outputs, static_inputs))
-
     def reshard_halves(self, halves: Halves) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         """Forward and backward from what the partitioner left, which is changed."""
         if halves.unshards:
@@ -75,6 +66,10 @@ class Halves:
 
     @classmethod
     def of(cls, joint: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]) -> Halves:
+        """What the partitioner makes of `joint`, whose first `num_fwd_outputs` outputs are the forward's.
+
+        `static_inputs` are the positions of the inputs that live as long as the model: the partitioner saves them free.
+        """
         unshards = _present_as_inputs(joint.graph)
         static = [*static_inputs, *_positions_of_primals(joint.graph, unshards)]
         forward, backward = min_cut_rematerialization_partition(

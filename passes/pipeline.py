@@ -97,7 +97,7 @@ class Pipeline:
         )
 
     def split(self, joint: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]) -> Halves:
-        """The joint graph in halves, which do not depend on the options; `PartitionJoint` explains the arguments."""
+        """The joint graph in halves, which do not depend on the options; `Halves.of` explains the arguments."""
         for step in self.joint:
             self._run("joint", step, joint)
         return Halves.of(joint, num_fwd_outputs, static_inputs)
