@@ -29,7 +29,7 @@ from .passes.partition_joint import Halves
 from .passes.pipeline import Pipeline
 from .passes.plan import StepPlan
 from .runtime.gradients import shard_of
-from .runtime.inductor import Fences
+from .runtime.inductor import Fences, fast_matmuls
 from .runtime.kernels import capturing
 
 MakePlan = Callable[[str, Draft], StepPlan | None]
@@ -93,7 +93,10 @@ class Capture:
         def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             if kwargs.get("is_inference"):
                 self._rewrite_inference(graph)
-            compiled = compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph, inputs)
+            with fast_matmuls():
+                compiled = (
+                    compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph, inputs)
+                )
             return self._noting(compiled, graph, partitioner.gradients) if kwargs.get("is_backward") else compiled
 
         patches = {"custom_partitioner_fn": partitioner, **self.options}

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from ..runtime.gloo import serial_group
+from ..runtime.gloo import overlapping_group
+from ..runtime.inductor import onednn_is_faster, onednn_mm
 from .hardware import Hardware, Link
 
 _SIZES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes of messages
@@ -85,7 +86,14 @@ def _dtypes(device: torch.device) -> list[torch.dtype]:
 def _matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
     size = 1024 if device.type == "cpu" else 8192
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: a @ b, device)
+    matmul = _matmul(dtype, device)
+    return 2 * size**3 / _seconds(lambda: matmul(a, b), device)
+
+
+def _matmul(dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What generated code multiplies matrices with."""
+    is_onednn = device.type == "cpu" and dtype == torch.float32 and onednn_is_faster()
+    return onednn_mm if is_onednn else torch.mm
 
 
 def _memory(device: torch.device) -> int:
@@ -138,7 +146,7 @@ def _communication(device: torch.device, hardware: Hardware) -> Hardware:
         contention=_contention(world, device),
         reduce_scatter_factor=reduce.each / gather.each,
         message_start=_message_start(world, device),
-        reduction_workspace=1.0 if "gloo" in dist.get_backend(world) else 0.0,  # gloo reduces a copy of its input
+        reduction_workspace=1 - 1 / world.size() if "gloo" in dist.get_backend(world) else 0.0,  # parts to sum up
     )
 
 
@@ -158,20 +166,20 @@ def _line(send: _Send, group: dist.ProcessGroup, device: torch.device) -> _Line:
 
 def _gather(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], torch.Tensor]:
     shard = torch.ones(num_bytes // 4 // group.size(), device=device)
-    name = serial_group(group, device.type).group_name
+    name = overlapping_group(group, device.type).group_name
     return lambda: torch.ops._c10d_functional.all_gather_into_tensor(shard, group.size(), name)
 
 
 def _reduce(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], torch.Tensor]:
     full = torch.ones(num_bytes // 4 // group.size() * group.size(), device=device)
-    name = serial_group(group, device.type).group_name
+    name = overlapping_group(group, device.type).group_name
     return lambda: torch.ops._c10d_functional.reduce_scatter_tensor(full, "sum", group.size(), name)
 
 
 def _message_start(group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds that a message of a grouped gather takes besides its bytes, the first one aside."""
     shard, number = torch.ones(16, device=device), 16
-    name = serial_group(group, device.type).group_name
+    name = overlapping_group(group, device.type).group_name
 
     def seconds(count: int) -> float:
         def call() -> None:
@@ -194,7 +202,8 @@ def _contention(group: dist.ProcessGroup, device: torch.device) -> float:
     """How many times longer matmuls take while a gather runs."""
     size = 256 if device.type == "cpu" else 4096
     a, b = (torch.ones(size, size, device=device) for _ in range(2))
-    alone = _seconds(lambda: a @ b, device)
+    matmul = _matmul(torch.float32, device)
+    alone = _seconds(lambda: matmul(a, b), device)
     gather = _gather(group.size() << 24, group, device)
     count = max(1, int(_seconds(lambda: _wait(gather()), device) / alone / 3))  # done before the gather is
     ratios = []
@@ -203,7 +212,7 @@ def _contention(group: dist.ProcessGroup, device: torch.device) -> float:
         pending = gather()
         begin = time.perf_counter()
         for _ in range(count):
-            a @ b
+            matmul(a, b)
         _synchronize_compute(device)
         ratios.append((time.perf_counter() - begin) / count / alone)
         _wait(pending)

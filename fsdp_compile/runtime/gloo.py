@@ -1,23 +1,25 @@
-"""Gloo with a single thread, for collectives that overlap."""
+"""Gloo for collectives that overlap: gathers and reduce-scatters as messages from rank to rank."""
 
 from __future__ import annotations
 
+import datetime
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
-_serial_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_NUM_TAGS = 1 << 30
 
 
-def serial_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """The group to overlap collectives on: `group`, or, if that is gloo's, one of the same ranks with one thread.
+def overlapping_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """The group to overlap collectives on: `group`, or, if that is gloo's, a `DirectGloo` of the same ranks.
 
-    A group of gloo has two threads, and each notes, in one string and without a lock, the name of the collective that
-    it completed last. `ALLGATHER_COALESCED` is too long to be stored in place: when two gathers complete at the same
-    time, memory is freed twice, and some thousand steps later the process aborts. Every rank of the group calls this.
+    Every rank of the group calls this.
 
     The new group is known by its name only, not to `torch.distributed`: that names groups by how many a rank knows, so
     that ranks which know different numbers of groups never find each other. Private, as of torch 2.11 to 2.13: how a
@@ -26,22 +28,107 @@ def serial_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGrou
     backend: Any = group._get_backend(torch.device(device_type))
     if not dist.is_gloo_available() or not isinstance(backend, distributed_c10d.ProcessGroupGloo):
         return group
-    if group not in _serial_groups:
-        _serial_groups[group] = _with_one_thread(group, backend.options, device_type)
-    return _serial_groups[group]
+    if group not in _groups:
+        _groups[group] = _direct(group, backend.options, device_type)
+    return _groups[group]
 
 
-def _with_one_thread(group: dist.ProcessGroup, options: Any, device_type: str) -> dist.ProcessGroup:
+def _direct(group: dist.ProcessGroup, options: Any, device_type: str) -> dist.ProcessGroup:
     gloo: Any = distributed_c10d.ProcessGroupGloo
     name: Any = f"{group.group_name}/fsdp_compile"
     store = distributed_c10d.PrefixStore(f"{name}/", distributed_c10d._get_default_store())
     one_thread = gloo._Options()
     one_thread._threads = 1
     one_thread._devices, one_thread._timeout = options._devices, options._timeout
-    made: Any = dist.ProcessGroup(store, group.rank(), group.size())
-    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     backend = gloo(store, group.rank(), group.size(), one_thread)
+    kind: Any = DirectGloo if device_type == "cpu" else dist.ProcessGroup  # gloo sends messages from the host only
+    made = kind(group.rank(), group.size())
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     made._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.GLOO, backend)
     made._set_group_name(name)
     torch._C._distributed_c10d._register_process_group(name, made)
     return made  # type: ignore[no-any-return]
+
+
+class DirectGloo(dist.ProcessGroup):
+    """A group of gloo whose gathers and reduce-scatters send each part straight to where it belongs.
+
+    Gloo's own copy their input and output, keep a thread busy, and its reduce-scatter sends as much as an all-reduce.
+    A message from rank to rank is read from and written to the tensors themselves, by the thread that serves gloo's
+    sockets; the parts are summed up by whoever waits. All other collectives are gloo's, on one thread: with two threads
+    each notes, in one string and without a lock, the name of the collective that it completed last, and when two
+    complete at the same time, memory is freed twice.
+
+    `torch.distributed` calls a subclass's methods by these names; from torch 2.13 on it prefers those given last.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # declared with a store, which is optional
+        self._next_tag = 0
+
+    def allgather_into_tensor_coalesced(
+        self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
+    ) -> _Messages:
+        """Every rank's inputs, one after another in each of the outputs."""
+        messages = _Messages()
+        for output, part in zip(output_lists, input_list, strict=True):
+            rows = output.view(self.size(), -1)
+            self._exchange(messages, [part.contiguous().view(-1)] * self.size(), rows)
+            rows[self.rank()].copy_(part.view(-1))
+        return messages
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputTensors: list[Tensor], inputTensors: list[Tensor], opts: Any = None
+    ) -> _Messages:
+        """The sums, or means, of all ranks' inputs; this rank's part of each in one of the outputs."""
+        is_mean = opts.reduceOp == dist.ReduceOp.AVG
+        if not is_mean and opts.reduceOp != dist.ReduceOp.SUM:
+            raise NotImplementedError("gradients are reduced to sums or averages")
+        messages = _Messages(divisor=self.size() if is_mean else 1)
+        for output, full in zip(outputTensors, inputTensors, strict=True):
+            rows = full.contiguous().view(self.size(), -1)
+            received = list(rows.new_empty(self.size() - 1, rows.shape[1]))
+            landing = received[: self.rank()] + [rows[self.rank()]] + received[self.rank() :]
+            self._exchange(messages, rows, landing)
+            messages.sums.append((output.view(-1), landing[self.rank()], received))
+        return messages
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _exchange(self, messages: _Messages, outgoing: Sequence[Tensor] | Tensor, incoming: Any) -> None:
+        """Send `outgoing[rank]` to every other rank, and receive what it sends in `incoming[rank]`."""
+        gloo: Any = self._get_backend(torch.device("cpu"))
+        tag, self._next_tag = self._next_tag, (self._next_tag + 1) % _NUM_TAGS
+        others = [(self.rank() + step) % self.size() for step in range(1, self.size())]
+        if outgoing[0].numel() == 0:
+            return
+        messages.pending += [gloo.recv([incoming[other]], other, tag) for other in reversed(others)]
+        messages.pending += [gloo.send([outgoing[other]], other, tag) for other in others]
+        messages.held += [outgoing, incoming]
+
+
+class _Messages(distributed_c10d.Work):
+    """Messages under way, and the sums to take when they are there: (result, own part, the others' parts)."""
+
+    def __init__(self, divisor: int = 1) -> None:
+        super().__init__()
+        self.divisor = divisor
+        self.pending: list[dist.Work] = []
+        self.held: list[object] = []
+        self.sums: list[tuple[Tensor, Tensor, list[Tensor]]] = []
+
+    @torch.no_grad()
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        for message in self.pending:
+            message.wait() if timeout is None else message.wait(timeout)
+        self.pending = []
+        for result, own, others in self.sums:
+            first, *rest = others or [torch.zeros_like(own)]
+            torch.add(own, first, out=result)
+            for part in rest:
+                result.add_(part)
+            if self.divisor > 1:
+                result.div_(self.divisor)
+        self.sums, self.held = [], []
+        return True

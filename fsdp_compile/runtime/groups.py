@@ -17,7 +17,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from ..errors import ConfigError
 from ..layout import NO_AXIS, Axes, Axis
 from ..passes.ops import Part
-from .gloo import serial_group
+from .gloo import overlapping_group
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -204,7 +204,7 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
 
 def _name(group: dist.ProcessGroup, mesh: DeviceMesh) -> str:
     """The name under which graphs find a group."""
-    return str(serial_group(group, mesh.device_type).group_name)
+    return str(overlapping_group(group, mesh.device_type).group_name)
 
 
 def num_shards_of(mesh: DeviceMesh | None) -> int:

@@ -2,17 +2,20 @@
 
 import functools
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fsdp_compile import fsdp_compile
+from fsdp_compile.runtime.gloo import overlapping_group
 from fsdp_compile.runtime.groups import mesh_over
 from tests.distributed.training import assert_same_parameters, batch_of_rank, global_batch, sgd, train
 from tests.models import build
 from tests.ranks import on_ranks
 
+_c10d = torch.ops._c10d_functional
 compiled = functools.partial(fsdp_compile, backend="aot_eager")
 
 
@@ -30,7 +33,7 @@ def num_threads_of(group):
 
 
 @on_ranks(2)
-def test_collectives_run_on_one_thread_for_each_group_and_not_on_the_users_group(world_size):
+def test_collectives_run_on_a_direct_group_and_not_on_the_users_group(world_size):
     known = len(dist.distributed_c10d._world.pg_names)
     (group,) = groups_of(compiled(build("odd_mlp")))
     assert group is not dist.group.WORLD
@@ -39,8 +42,37 @@ def test_collectives_run_on_one_thread_for_each_group_and_not_on_the_users_group
     assert len(dist.distributed_c10d._world.pg_names) == known  # torch names groups by this number
 
 
+def of_rank(rank, numel, dtype):
+    return ((torch.arange(numel) + 10 * rank) % 16).to(dtype)
+
+
+@on_ranks(2, 3, 4)
+def test_messages_from_rank_to_rank_gather_and_reduce(world_size):
+    name = overlapping_group(dist.group.WORLD, "cpu").group_name
+    rank = dist.get_rank()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        parts = [of_rank(rank, numel, dtype) for numel in (5, 0, 3)]
+        gathered = _c10d.all_gather_into_tensor_coalesced(parts, world_size, name)
+        fulls = [of_rank(rank, numel * world_size, dtype) for numel in (4, 0, 1)]
+        reduced = {how: _c10d.reduce_scatter_tensor_coalesced(fulls, how, world_size, name) for how in ("sum", "avg")}
+        for found, numel in zip(map(_c10d.wait_tensor, gathered), (5, 0, 3), strict=True):
+            assert torch.equal(found, torch.cat([of_rank(other, numel, dtype) for other in range(world_size)]))
+        for index, numel in enumerate((4, 0, 1)):
+            total = sum(of_rank(other, numel * world_size, dtype) for other in range(world_size))
+            total = total[rank * numel : (rank + 1) * numel]
+            assert torch.equal(_c10d.wait_tensor(reduced["sum"][index]), total)
+            assert torch.equal(_c10d.wait_tensor(reduced["avg"][index]), total / world_size)
+
+
+@on_ranks(2)
+def test_a_reduction_that_gradients_do_not_have_is_refused(world_size):
+    name = overlapping_group(dist.group.WORLD, "cpu").group_name
+    with pytest.raises(NotImplementedError, match="sums or averages"):
+        _c10d.reduce_scatter_tensor(torch.ones(4), "max", world_size, name)
+
+
 @on_ranks(4)
-def test_both_axes_of_a_mesh_have_a_group_of_one_thread(world_size):
+def test_both_axes_of_a_mesh_have_a_direct_group(world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     groups = groups_of(compiled(build("odd_mlp"), mesh))
     assert len(groups) == 2 and {num_threads_of(group) for group in groups} == {1}
