@@ -1,26 +1,23 @@
 """Predicted against measured step times of two ranks on two hosts, joined by a link of known rate.
 
-    sudo python benchmarks/two_hosts.py                         # needs Linux, root, and the commands ip and tc
-    sudo python benchmarks/two_hosts.py --rates 2 --models gpt
+    sudo python benchmarks/predictions.py                       # needs Linux, root, and the commands ip and tc
+    sudo python benchmarks/predictions.py --rates 2 --models gpt
 
-The hosts are network namespaces of this machine, joined by a veth pair whose two ends are shaped with tc; gloo sends
-through it as through a network. For every rate the machine and the link are calibrated, then every plan (prefetch
-distances, what is kept between forward and backward, what is sharded at all, and what `hardware=` plans) is predicted
-and run.
+The hosts are network namespaces of this machine (hosts.py). For every rate the machine and the link are calibrated,
+then every plan (prefetch distances, what is kept between forward and backward, what is sharded at all, and what
+`hardware=` plans) is predicted and run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +34,12 @@ from fsdp_compile.costs.calibrate import calibrate
 from fsdp_compile.scheduling import MARGIN
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from hosts import environment, on_host, shape, two_hosts
 from memory import Mlp
 
 from train_gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
-HOSTS = ("fsdp-host0", "fsdp-host1")
-LINK = "fsdp0"
 PLANS: dict[str, dict[str, Any]] = {
     "prefetch 1": {},
     "no prefetch": {"forward_prefetch": 0, "backward_prefetch": 0},
@@ -141,45 +137,12 @@ def measure(name: str, plan: dict[str, Any], hardware: Hardware, steps: int) -> 
 # ----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def two_hosts() -> Iterator[None]:
-    """Two network namespaces, joined by a pair of interfaces."""
-    try:
-        for host in HOSTS:
-            run("ip", "netns", "add", host)
-        run("ip", "link", "add", LINK, "netns", HOSTS[0], "type", "veth", "peer", "name", LINK, "netns", HOSTS[1])
-        for number, host in enumerate(HOSTS, 1):
-            run("ip", "-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", LINK)
-            run("ip", "-n", host, "link", "set", LINK, "up")
-            run("ip", "-n", host, "link", "set", "lo", "up")
-        yield
-    finally:
-        for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", host], check=False)
-
-
-def shape(gigabits: float) -> None:
-    """Limit the link to this rate in both directions; 0 is no limit."""
-    shaped = ["tbf", "rate", f"{gigabits}gbit", "burst", "256kb", "latency", "200ms"] if gigabits else ["noqueue"]
-    for host in HOSTS:
-        run("tc", "-n", host, "qdisc", "replace", "dev", LINK, "root", *shaped)
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True)
-
-
 def run_hosts(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One rank on each host; what rank 0 found."""
     result = folder / "result.json"
     command = [sys.executable, __file__, "--result", str(result), "--steps", str(options.steps)]
     command += ["--models", *options.models, "--plans", *options.plans]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29507", "GLOO_SOCKET_IFNAME": LINK}
-    processes = []
-    for rank, host in enumerate(HOSTS):
-        environment = {**os.environ, **common, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        pinned = ["taskset", "-c", str(rank % (os.cpu_count() or 1))]
-        processes.append(subprocess.Popen(["ip", "netns", "exec", host, *pinned, *command], env=environment, cwd=ROOT))
+    processes = [subprocess.Popen(on_host(rank, command), env=environment(rank), cwd=ROOT) for rank in range(2)]
     if any(process.wait() for process in processes):
         raise SystemExit("a rank failed")
     return json.loads(result.read_text())
