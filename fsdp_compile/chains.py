@@ -68,6 +68,14 @@ class Chain:
         assert all(0 <= p.first <= p.last < len(self.seconds) for p in self.parameters)
 
     @property
+    def reduced(self) -> list[float]:
+        """Seconds of the reductions that are started before each position, the end included."""
+        seconds = [0.0] * len(self.seconds)
+        for reduction in self.reductions:
+            seconds[reduction.step] += reduction.seconds
+        return [0.0, *accumulate(seconds)]
+
+    @property
     def lowest_peak(self) -> int:
         """Bytes that no plan goes below: every parameter in memory from its first use to its last, nothing else."""
         return max(_in_memory(self, ((p.num_bytes, p.first, p.last) for p in self.parameters)), default=0)

@@ -9,6 +9,11 @@ Two facts make the search exact:
   earlier ones is when compute gets there and when a collective can begin; of two states the one that is no sooner in
   anything goes.
 
+Reductions change neither. Compute does not wait for them, and the channel is never idle while something is due: it is
+done with the same collectives at the same time, in whatever order they come. An earlier start delays reductions, but no
+later gather. Times on the channel are written without the reductions before them; how many seconds those are depends
+on the position alone (`Chain.reduced`), and they are added where compute waits.
+
 Then each start moves back as far as costs nothing, which lowers the peak.
 """
 
@@ -19,7 +24,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from operator import itemgetter, le
+from operator import add, itemgetter, le, sub
 from typing import NamedTuple
 
 from .chains import Bucket, Chain, Channel, Clock, Outcome, Plan, evaluate, plain_plan, seconds_of
@@ -39,9 +44,8 @@ def best_plan(
 ) -> Plan:
     """The plan that takes least time; of those tried that take as little, the one with the lowest peak.
 
-    Exact for chains up to 8 parameters without reductions. For longer ones the search keeps to what is likely (see
-    `_Breadth`), and its time grows with the number of parameters. Reductions count in what a plan takes, and which one
-    is chosen; the search itself does not know of them.
+    Exact for chains up to 8 parameters. For longer ones the search keeps to what is likely (see `_Breadth`), and its
+    time grows with the number of parameters.
 
     Args:
         limit: most bytes in memory during any step; None for no limit.
@@ -94,30 +98,75 @@ def _delayed(chain: Chain, plan: Plan, channel: Channel) -> Plan:
     """The plan with every start as late as costs nothing.
 
     One sweep from the end: `deadline` is when compute has to be at a position for the plan to take no longer than it
-    does. Starts before a position do not change when compute reaches it before they are moved, and once they are, the
-    deadline has been told of all the starts after it.
+    does. What comes before a position is as in the plan until it is moved, and once it is, the deadline has been told
+    of all the starts after it. Times on the channel leave reductions out, as in `_Search`.
     """
-    reached = Clock(chain, plan, channel).reached
-    deadline = reached[-1] * (1 - NEGLIGIBLE)
-    launches = [math.inf] * len(reached)  # deadlines of compute at a position, for the collectives started there
-    buckets, next_begins, next_start = list(plan.buckets), math.inf, len(chain.seconds)
+    clock, reduced = Clock(chain, plan, channel), chain.reduced
+    arrivals = _Arrivals.of(chain, plan, channel, clock.reached)
+    deadline = max(clock.free, clock.reached[-1]) * (1 - NEGLIGIBLE)
+    begins = free = deadline - reduced[-1]  # of the channel: for the next gather, and for the next reduction
+    launches = [math.inf] * len(reduced)  # the same for the gathers started at a position
+    buckets, start = list(plan.buckets), len(chain.seconds)
     index, parameter = len(buckets) - 1, len(chain.parameters) - 1
     for step in reversed(range(len(chain.seconds))):
+        free = min(free, launches[step + 1])
+        if reduced[step] < reduced[step + 1]:
+            deadline = min(deadline, free + reduced[step])
         deadline -= chain.seconds[step]
         while parameter >= 0 and chain.parameters[parameter].first == step:
-            bucket = buckets[index]
-            if bucket.is_packed:
+            if buckets[index].is_packed:
                 deadline -= chain.parameters[parameter].num_bytes / channel.copy_bandwidth
-            if parameter == bucket.begin:
-                next_begins = min(deadline, next_begins) - seconds_of(chain, bucket, channel)
-                latest = bisect_right(reached, next_begins) - 1
-                next_start = max(bucket.start, min(latest, step, next_start))
-                buckets[index] = dataclasses.replace(bucket, start=next_start)
-                launches[next_start] = min(launches[next_start], next_begins)
+            if parameter == buckets[index].begin:
+                start = arrivals.latest_start(index, min(step, start), deadline, begins)
+                buckets[index] = dataclasses.replace(buckets[index], start=start)
+                begins = min(deadline - reduced[start], begins) - arrivals.gathers[index]
+                launches[start] = min(launches[start], begins)
                 index -= 1
             parameter -= 1
-        deadline = min(deadline, launches[step])
+        deadline = min(deadline, launches[step] + reduced[step])
     return Plan(tuple(buckets))
+
+
+class _Arrivals(NamedTuple):
+    """When a plan's collectives are done, in time on the channel.
+
+    Attributes:
+        starts, gathers: of its buckets, the positions and the seconds.
+        done: done[i] is when the buckets before the i-th are.
+        reached: when compute is at a position.
+        clear: when the reductions before a position are done, and compute is there.
+        reduced: seconds of those reductions.
+    """
+
+    starts: Sequence[int]
+    gathers: Sequence[float]
+    done: Sequence[float]
+    reached: Sequence[float]
+    clear: Sequence[float]
+    reduced: Sequence[float]
+
+    @classmethod
+    def of(cls, chain: Chain, plan: Plan, channel: Channel, reached: Sequence[float]) -> _Arrivals:
+        starts = [bucket.start for bucket in plan.buckets]
+        gathers = [seconds_of(chain, bucket, channel) for bucket in plan.buckets]
+        reduced = chain.reduced
+        clear = list(accumulate(map(sub, reached, [0.0, *reduced]), max))
+        done = accumulate(zip(starts, gathers, strict=True), lambda d, b: max(d, clear[b[0]]) + b[1], initial=0.0)
+        return cls(starts, gathers, list(done), list(map(sub, reached, reduced)), clear, reduced)
+
+    def latest_start(self, index: int, start: int, deadline: float, begins: float) -> int:
+        """The last position up to `start` at which a bucket could start, and be there when compute and channel go on.
+
+        Reductions that it is moved past are then before it on the channel, as are the buckets before it.
+        """
+        first = self.starts[index]
+        while start > first:
+            is_moved_past = self.reduced[start] > self.reduced[first]
+            begin = max(self.done[index], self.clear[start]) if is_moved_past else self.reached[start]
+            if begin <= min(deadline - self.reduced[start], begins) - self.gathers[index]:
+                break
+            start -= 1
+        return start
 
 
 class _Lows:
@@ -166,14 +215,18 @@ class _State(NamedTuple):
 
     Attributes:
         now: seconds at which compute is done with the steps before the first use of the parameter at the boundary.
-        launches: launches[i] is the second at which the collective of the next bucket can begin if it has i + 1
-            parameters; what it lacks does not fit. Of more parameters, more is in memory, so they start later.
+        free: the time on the channel at which it is done with everything so far, or compute is, if that is later.
+        launches: launches[i] is the time on the channel at which the collective of the next bucket can begin if it has
+            i + 1 parameters; what it lacks does not fit. Of more parameters, more is in memory, so they start later.
+        reduced: reduced[i] is the seconds of the reductions before that collective.
         unpacking: bytes in buffers or copies, beyond the parameters themselves, during the step of that first use.
         bucket: the last one, with no start yet; none at the beginning.
     """
 
     now: float
+    free: float
     launches: tuple[float, ...]
+    reduced: tuple[float, ...]
     unpacking: int
     bucket: Bucket | None
     before: _State | None
@@ -181,7 +234,11 @@ class _State(NamedTuple):
     def is_no_worse(self, other: _State) -> bool:
         """Whether all is as soon as in the other. With no more to unpack there are no fewer launches."""
         return (
-            self.now <= other.now and self.unpacking <= other.unpacking and all(map(le, self.launches, other.launches))
+            self.now <= other.now
+            and self.free <= other.free
+            and self.unpacking <= other.unpacking
+            and all(map(le, self.launches, other.launches))
+            and all(map(le, self.reduced, other.reduced))
         )
 
 
@@ -206,7 +263,8 @@ class _Step(NamedTuple):
         for state in states:
             if index < len(state.launches) and state.unpacking <= self.spare:
                 done = state.launches[index] + self.collective
-                yield _Candidate(max(state.now, done) + self.compute, done, state, self)
+                arrival = max(state.now, done + state.reduced[index])
+                yield _Candidate(arrival + self.compute, done, arrival, state, self)
 
 
 class _Candidate(NamedTuple):
@@ -214,11 +272,13 @@ class _Candidate(NamedTuple):
 
     Attributes:
         now: seconds, of the state that the step leads to.
-        done: seconds at which the collective is done.
+        done: the time on the channel at which the collective is done.
+        arrival: seconds at which compute has waited for it.
     """
 
     now: float
     done: float
+    arrival: float
     before: _State
     step: _Step
 
@@ -237,6 +297,8 @@ class _Search:
         self.same_kind = self._ends_of_kinds()
         self.used = [bisect_right(self.first, step) for step in range(len(chain.seconds))]  # so many by each step
         self.clock = [0.0, *accumulate(chain.seconds)]  # of compute that waits for nothing
+        self.reduced = chain.reduced
+        self.clear = {is_packed: self._clear(is_packed) for is_packed in (False, True)}
         self.room = self._rooms(math.inf if limit is None else limit)
         # How early a bucket can start if nothing else is in memory, by its end.
         ahead = self.breadth.ahead
@@ -274,8 +336,9 @@ class _Search:
 
     def plan(self) -> Plan:
         """The fastest plan found, every bucket started as early as it fits."""
-        launches = tuple(self.clock[start] for start in self.earliest[1 : self._reach(0) + 1])
-        states = [_State(self.clock[self.position[0]], launches, 0, None, None)]
+        if not self.length:
+            return Plan(())
+        states = [self._first_state()]
         candidates: list[list[_Candidate]] = [[] for _ in range(self.length + 1)]
         for boundary in range(self.length):
             for step in self._steps(boundary):
@@ -284,7 +347,13 @@ class _Search:
             candidates[boundary + 1] = []
         if not states:  # all buckets packed, which are in memory twice for a while
             raise ConfigError("no plan fits into the limit without messages of single parameters")
-        return self._traced(min(states, key=lambda state: state.now))
+        return self._traced(min(states, key=lambda state: state.free))
+
+    def _first_state(self) -> _State:
+        first, starts = self.first[0], self.earliest[1 : self._reach(0) + 1]
+        launches = tuple(max(self.clear[False][:start], default=0.0) for start in starts)
+        free = max(self.clear[False][:first], default=0.0)
+        return _State(self.clock[first], free, launches, tuple(self.reduced[start] for start in starts), 0, None, None)
 
     def _reach(self, boundary: int) -> int:
         """The last parameter, plus one, that can be gathered when compute is at the boundary."""
@@ -308,7 +377,8 @@ class _Search:
                 num_messages = 0 if is_packed else self.num_messages[end] - self.num_messages[begin]
                 collective = self.channel.seconds(self._bytes(begin, end), num_messages)
                 spare = self.room[first] - self._unpacking(bucket, first) - self.num_bytes[end]
-                yield _Step(bucket, collective, self._compute(bucket, self.position[end], end), spare)
+                compute = self.clock[self.position[end]] - self.clock[first] + self._copies(bucket, begin, end)
+                yield _Step(bucket, collective, compute, spare)
 
     def _unpacking(self, bucket: Bucket, step: int) -> int:
         """Bytes that are in memory twice, or still in the buffer when they are no longer needed, during the step."""
@@ -316,7 +386,7 @@ class _Search:
 
     def _state(self, candidate: _Candidate) -> _State:
         """What the candidate leads to."""
-        before, bucket, done = candidate.before, candidate.step.bucket, candidate.done
+        now, done, arrival, before, (bucket, *_) = candidate
         begin, end, first = bucket.begin, bucket.end, self.first[bucket.begin]
         last, unpacking = self.first[end - 1] if bucket.is_packed else first, 0
         lows = _Lows()
@@ -325,25 +395,36 @@ class _Search:
             lows.add(step, self.room[step] - unpacking)
         # Buckets that end before `changed` have room during all of these steps, and could start earlier. The others
         # start in between, at a position that compute reaches after it has waited for this bucket.
-        reach, arrival = self._reach(end), max(before.now, done)
+        reach, boundary = self._reach(end), self.position[end]
         changed = min(bisect_right(self.earliest, first), bisect_right(self.num_bytes, lows.rooms[0]), reach + 1)
-        launches = [max(done, launch) for launch in before.launches[end - begin : changed - begin - 1]]
+        kept = slice(end - begin, changed - begin - 1)
+        launches, reduced = [max(done, launch) for launch in before.launches[kept]], list(before.reduced[kept])
+        free, passed, clear = max(done, before.free), first, self.clear[bucket.is_packed]
+        delay = arrival - self.clock[first] - self._copies(bucket, 0, begin)
         for later in range(max(changed, end + 1), reach + 1):
             start = max(self.earliest[later], lows.last_below(self.num_bytes[later]) + 1)
-            if start > self.position[end]:
+            if start > boundary:
                 break
-            launches.append(arrival + self._compute(bucket, start, self.used[start - 1]))
-        return _State(candidate.now, tuple(launches), unpacking if last == self.position[end] else 0, bucket, before)
+            free, passed = max(free, delay + max(clear[passed:start], default=-math.inf)), start
+            launches.append(free)
+            reduced.append(self.reduced[start])
+        free = max(free, delay + max(clear[passed:boundary], default=-math.inf), now - self.reduced[boundary])
+        unpacking = unpacking if last == boundary else 0
+        return _State(now, free, tuple(launches), tuple(reduced), unpacking, bucket, before)
 
     def _bytes(self, begin: int, end: int) -> int:
         return self.num_bytes[end] - self.num_bytes[begin]
 
-    def _compute(self, bucket: Bucket, position: int, copied: int) -> float:
-        """Seconds from when the bucket is there until compute is at the position, `copied` parameters copied out."""
-        seconds = self.clock[position] - self.clock[self.first[bucket.begin]]
-        if bucket.is_packed:
-            seconds += self._bytes(bucket.begin, min(bucket.end, copied)) / self.channel.copy_bandwidth
-        return seconds
+    def _copies(self, bucket: Bucket, begin: int, end: int) -> float:
+        """Seconds of copying out these parameters, if they are sent as the bucket is."""
+        return self._bytes(begin, end) / self.channel.copy_bandwidth if bucket.is_packed else 0.0
+
+    def _clear(self, is_packed: bool) -> list[float]:
+        """For each step, the time on the channel at which it is done with the reductions up to there, if compute, which
+        waits for nothing, copies all parameters or none, and the channel does nothing else.
+        """
+        copied = [self.num_bytes[used] / self.channel.copy_bandwidth if is_packed else 0.0 for used in self.used]
+        return list(map(sub, map(add, self.clock[1:], copied), self.reduced))
 
     def _best(self, boundary: int, candidates: Sequence[_Candidate]) -> list[_State]:
         """What the candidates lead to, without states that another one is no worse than."""
@@ -369,7 +450,7 @@ class _Search:
         if len(frontier) <= most:
             return frontier
         compute = self.clock[-1] - self.clock[self.position[boundary]]
-        channel = self._bytes(boundary, self.length) / self.channel.bandwidth
+        channel = self._bytes(boundary, self.length) / self.channel.bandwidth + self.reduced[-1]
         bounds = [max(candidate.now + compute, candidate.done + channel) for candidate in frontier]
         costs = [[i * c.now + (most - 1 - i) * c.done for c in frontier] for i in range(most)]
         best = {cost.index(min(cost)) for cost in costs}

@@ -4,8 +4,13 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests import ranks
+
+settings.register_profile("quick", max_examples=300, deadline=None, derandomize=True, database=None)
+settings.register_profile("thorough", max_examples=3000, deadline=None, database=None)
+settings.load_profile("quick")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,6 +1,7 @@
 """Planning: the plans it finds against all plans there are."""
 
 import itertools
+from operator import attrgetter
 from random import Random
 
 import pytest
@@ -11,23 +12,25 @@ from fsdp_compile.chains import Bucket, Chain, Channel, Outcome, Parameter, Plan
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.planning import best_plan, front
 
+MOST = 7 if settings.get_current_profile_name() == "thorough" else 5  # parameters; profiles are in tests/conftest.py
+
+
 # Numbers are small integers and bandwidths powers of two: sums of seconds are exact, and equal is equal.
-QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
-
-
 @st.composite
 def chains(draw, max_parameters):
     num_steps = draw(st.integers(1, max_parameters))
     per_step = st.lists(st.integers(0, 8), min_size=num_steps, max_size=num_steps)
     seconds, held = draw(per_step), draw(per_step)
-    firsts = sorted(draw(st.lists(st.integers(0, num_steps - 1), min_size=1, max_size=max_parameters)))
+    num_parameters, step = draw(st.integers(1, max_parameters)), st.integers(0, num_steps - 1)
+    firsts = sorted(draw(st.lists(step, min_size=num_parameters, max_size=num_parameters)))
     last = {first: st.just(first) | st.integers(first, num_steps - 1) for first in firsts}
     kind = st.sampled_from([0, 0, 0, 0, 1])
     parameters = [
         Parameter(draw(st.integers(0, 8)), first, draw(last[first]), draw(st.integers(1, 2)), draw(kind))
         for first in firsts
     ]
-    return Chain(seconds, held, parameters)
+    reductions = draw(st.just([]) | st.lists(st.builds(Reduction, st.integers(0, 8), step), max_size=4))
+    return Chain(seconds, held, parameters, sorted(reductions, key=attrgetter("step")))
 
 
 def channels():
@@ -78,13 +81,19 @@ def check_against_all_plans(chain, channel):
         best_plan(chain, channel, limit=min(fastest) - 1)
 
 
-# A start in the middle of a packed bucket, half copied out: rare among small chains.
+# Both are rare among small chains. A start in the middle of a packed bucket, half copied out, and a bucket that starts
+# after the reduction in one state, with the channel free as soon, and before it in another.
 HALF_COPIED = [(3, 0), (2, 1), (4, 4), (2, 5), (1, 5)]
+HALF_REDUCED = [(0, 0), (0, 0), (2, 0), (1, 1)]
 
 
-@QUICK
-@given(chains(5), channels())
-@example(Chain([4, 2, 3, 0, 0, 2], [0] * 6, [Parameter(size, at, at) for size, at in HALF_COPIED]), Channel(3, 2, 1, 2))
+def chain_of(seconds, reads, reductions=()):
+    return Chain(seconds, [0] * len(seconds), [Parameter(size, at, at) for size, at in reads], reductions)
+
+
+@given(chains(MOST), channels())
+@example(chain_of([4, 2, 3, 0, 0, 2], HALF_COPIED), Channel(3, 2, 1, 2))
+@example(chain_of([0, 0], HALF_REDUCED, [Reduction(1, 0)]), Channel(0, 2, 0.5, 1))
 def test_the_best_plan_is_the_best_of_all_plans(chain, channel):
     check_against_all_plans(chain, channel)
 
@@ -182,6 +191,13 @@ def test_a_start_that_later_ones_wait_for_is_not_late():
     """The second gather fits once the first parameter is gone: the first must not delay that. The third can be late."""
     chain = Chain([4] * 6, [0] * 6, [Parameter(3, 1, 1), Parameter(12, 3, 3), Parameter(1, 5, 5)])
     assert [bucket.start for bucket in best_plan(chain, channel(), limit=13).buckets] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("seconds, start", [(0.5, 1), (2, 0)])
+def test_a_start_is_late_where_there_is_time_for_the_reduction_before_it_too(seconds, start):
+    """Between the end of the first step and the use of the second parameter, which takes 3 s, there are 4."""
+    chain = Chain([4, 4, 4], [0, 0, 0], [Parameter(2, 0, 0), Parameter(3, 2, 2)], [Reduction(seconds, 0)])
+    assert best_plan(chain, channel()).buckets == (Bucket(0, 1, 0, False), Bucket(1, 2, start, False))
 
 
 def test_small_parameters_travel_together_and_large_ones_apart():
