@@ -127,7 +127,7 @@ class _Line:
 def _communication(device: torch.device, hardware: Hardware) -> Hardware:
     world = dist.group.WORLD
     assert world is not None
-    gather, reduce = _line(_gather, world, device), _line(_reduce, world, device)
+    gather, reduce, all_reduce = (_line(send, world, device) for send in (_gather, _reduce, _all_reduce))
     within, hop = gather, 0.0
     num_nodes = world.size() // hardware.ranks_per_node
     bandwidth = _bandwidth(gather, world.size())
@@ -145,6 +145,7 @@ def _communication(device: torch.device, hardware: Hardware) -> Hardware:
         collective_start=within.start,
         contention=_contention(world, device),
         reduce_scatter_factor=reduce.each / gather.each,
+        all_reduce_factor=all_reduce.each / gather.each,
         message_start=_message_start(world, device),
         reduction_workspace=1 - 1 / world.size() if "gloo" in dist.get_backend(world) else 0.0,  # parts to sum up
     )
@@ -174,6 +175,12 @@ def _reduce(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> C
     full = torch.ones(num_bytes // 4 // group.size() * group.size(), device=device)
     name = overlapping_group(group, device.type).group_name
     return lambda: torch.ops._c10d_functional.reduce_scatter_tensor(full, "sum", group.size(), name)
+
+
+def _all_reduce(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], torch.Tensor]:
+    full = torch.ones(num_bytes // 4, device=device)
+    name = overlapping_group(group, device.type).group_name
+    return lambda: torch.ops._c10d_functional.all_reduce(full, "sum", name)
 
 
 def _message_start(group: dist.ProcessGroup, device: torch.device) -> float:

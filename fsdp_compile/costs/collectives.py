@@ -4,7 +4,7 @@ For N ranks on n nodes, and M bytes in full (the output of an all-gather, the in
 
     all-gather       start + (N - n) hop_within + (n - 1) hop_between + M (N - 1) / N / bandwidth
     reduce-scatter   the same; with M times the factor of the hardware, where that reduces by other means
-    all-reduce       a reduce-scatter and an all-gather, started once
+    all-reduce       a reduce-scatter and an all-gather, started once: M times 2, or the factor of the hardware
 
 The bandwidth is that of the slower level: the ranks of a node share their node's network cards, so a ring that passes
 through g ranks of a node has the cards of g ranks. (The ring and its terms: NCCL; Thakur et al., 2005.)
@@ -74,7 +74,8 @@ def all_reduce(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
     """Seconds until `num_bytes` of every rank are reduced on every rank."""
     if ring.size == 1:
         return 0.0
-    return hardware.collective_start + 2 * (ring.hops(hardware) + _transfer(num_bytes, ring, hardware))
+    seconds = _transfer(num_bytes, ring, hardware) * hardware.all_reduce_factor
+    return hardware.collective_start + 2 * ring.hops(hardware) + seconds
 
 
 def _transfer(num_bytes: float, ring: Ring, hardware: Hardware) -> float:

@@ -326,6 +326,7 @@ _FIGURES = (
     "kernel_start",
     "contention",
     "reduce_scatter_factor",
+    "all_reduce_factor",
     "message_start",
 )
 

@@ -45,6 +45,7 @@ class Hardware:
         kernel_start: seconds of a kernel that does nothing.
         contention: how many times longer compute takes while a collective runs.
         reduce_scatter_factor: how many times the bytes of an all-gather a reduce-scatter of the same size moves.
+        all_reduce_factor: the same of an all-reduce.
         reduction_workspace: bytes that a reduce-scatter takes for itself, for each byte that it reduces.
         message_start: seconds that each message of a grouped collective after the first takes besides its bytes.
     """
@@ -62,6 +63,7 @@ class Hardware:
     kernel_start: float
     contention: float
     reduce_scatter_factor: float = 1.0
+    all_reduce_factor: float = 2.0
     reduction_workspace: float = 0.0
     message_start: float = 0.0
 

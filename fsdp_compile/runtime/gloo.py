@@ -1,4 +1,4 @@
-"""Gloo for collectives that overlap: gathers and reduce-scatters as messages from rank to rank."""
+"""Gloo for collectives that overlap: gathers and reductions as messages from rank to rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _direct(group: dist.ProcessGroup, options: Any, device_type: str) -> dist.Pr
 
 
 class DirectGloo(dist.ProcessGroup):
-    """A group of gloo whose gathers and reduce-scatters send each part straight to where it belongs.
+    """A group of gloo whose gathers and reductions send each part straight to where it belongs.
 
     Gloo's own copy their input and output, keep a thread busy, and its reduce-scatter sends as much as an all-reduce.
     A message from rank to rank is read from and written to the tensors themselves, by the thread that serves gloo's
@@ -81,10 +81,7 @@ class DirectGloo(dist.ProcessGroup):
         self, outputTensors: list[Tensor], inputTensors: list[Tensor], opts: Any = None
     ) -> _Messages:
         """The sums, or means, of all ranks' inputs; this rank's part of each in one of the outputs."""
-        is_mean = opts.reduceOp == dist.ReduceOp.AVG
-        if not is_mean and opts.reduceOp != dist.ReduceOp.SUM:
-            raise NotImplementedError("gradients are reduced to sums or averages")
-        messages = _Messages(divisor=self.size() if is_mean else 1)
+        messages = _Messages(divisor=self._divisor(opts.reduceOp))
         for output, full in zip(outputTensors, inputTensors, strict=True):
             rows = full.contiguous().view(self.size(), -1)
             received = list(rows.new_empty(self.size() - 1, rows.shape[1]))
@@ -93,12 +90,34 @@ class DirectGloo(dist.ProcessGroup):
             messages.sums.append((output.view(-1), landing[self.rank()], received))
         return messages
 
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]  # one of three forms
+        """The sums, or means, of all ranks' tensors, in their place; more than two ranks send less by gloo's ring."""
+        if self.size() > 2:
+            return self._gloo.allreduce(tensors, opts)
+        messages = _Messages(divisor=self._divisor(opts.reduceOp))
+        for tensor in tensors:
+            received = torch.empty_like(tensor)
+            self._exchange(messages, [tensor] * self.size(), [received] * self.size())
+            messages.sums.append((tensor, tensor, [received] if self.size() == 2 else []))
+        return messages
+
+    @property
+    def _gloo(self) -> Any:
+        return self._get_backend(torch.device("cpu"))
+
+    def _divisor(self, reduction: Any) -> int:
+        if reduction == dist.ReduceOp.AVG:
+            return self.size()
+        if reduction == dist.ReduceOp.SUM:
+            return 1
+        raise NotImplementedError("gradients are reduced to sums or averages")
+
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _exchange(self, messages: _Messages, outgoing: Sequence[Tensor] | Tensor, incoming: Any) -> None:
         """Send `outgoing[rank]` to every other rank, and receive what it sends in `incoming[rank]`."""
-        gloo: Any = self._get_backend(torch.device("cpu"))
+        gloo = self._gloo
         tag, self._next_tag = self._next_tag, (self._next_tag + 1) % _NUM_TAGS
         others = [(self.rank() + step) % self.size() for step in range(1, self.size())]
         if outgoing[0].numel() == 0:

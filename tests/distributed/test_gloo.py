@@ -62,6 +62,9 @@ def test_messages_from_rank_to_rank_gather_and_reduce(world_size):
             total = total[rank * numel : (rank + 1) * numel]
             assert torch.equal(_c10d.wait_tensor(reduced["sum"][index]), total)
             assert torch.equal(_c10d.wait_tensor(reduced["avg"][index]), total / world_size)
+        everywhere = _c10d.all_reduce(of_rank(rank, 4, dtype).view(2, 2), "avg", name)
+        total = sum(of_rank(other, 4, dtype) for other in range(world_size))
+        assert torch.equal(_c10d.wait_tensor(everywhere), (total / world_size).view(2, 2))
 
 
 @on_ranks(2)
@@ -76,9 +79,8 @@ def test_both_axes_of_a_mesh_have_a_direct_group(world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     groups = groups_of(compiled(build("odd_mlp"), mesh))
     assert len(groups) == 2 and {num_threads_of(group) for group in groups} == {1}
-    found = [torch.tensor([dist.get_rank()]) for _ in groups]
-    for group, ranks in zip(groups, found, strict=True):
-        group.allreduce([ranks]).wait()
+    rank = torch.tensor([dist.get_rank()])
+    found = [_c10d.wait_tensor(_c10d.all_reduce(rank, "sum", group.group_name)) for group in groups]
     column, row = dist.get_rank() % 2, dist.get_rank() // 2
     assert sorted(int(ranks) for ranks in found) == sorted([2 * column + 2, 4 * row + 1])
 
