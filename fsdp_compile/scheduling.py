@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 from collections import Counter
@@ -176,13 +175,8 @@ class Planner:
             ConfigError: no plan fits into the memory budget, or for these shapes the one does not that was made.
         """
         if program not in self.plans:
-            failed: list[Exception] = []
-            answer = json.loads(self.agree(program, lambda: self._made(draft, failed)))
-            if failed:
-                raise failed[0]
-            if "error" in answer:
-                raise ConfigError(answer["error"])
-            self.plans[program] = StepPlan.from_json(answer["plan"]) if answer["plan"] else None
+            made = self.agree(program, lambda: self._made(draft))
+            self.plans[program] = StepPlan.from_json(made) if made else None
         plan = self.plans[program]
         if self.goal.memory_budget is not None:
             found = _found(plan, draft, self.options, self.goal)
@@ -190,13 +184,9 @@ class Planner:
                 raise ConfigError(_what_is_missing(found, self.goal))
         return plan
 
-    def _made(self, draft: Draft, failed: list[Exception]) -> str:
-        try:
-            plan = find_plan(draft, self.options, self.goal).plan
-        except Exception as e:  # the other ranks wait for an answer
-            failed.append(e)
-            return json.dumps({"error": str(e)})
-        return json.dumps({"plan": plan and plan.to_json()})
+    def _made(self, draft: Draft) -> str:
+        plan = find_plan(draft, self.options, self.goal).plan
+        return plan.to_json() if plan else ""
 
 
 def _found(plan: StepPlan | None, draft: Draft, options: Options, goal: Goal) -> Found:

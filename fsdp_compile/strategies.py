@@ -19,7 +19,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from .config import OffloadConfig
 from .costs.predict import bytes_text, predict, time_text
-from .errors import CaptureError, ConfigError
+from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .runtime.groups import first_ranks
 from .scheduling import Goal
@@ -163,27 +163,15 @@ def first_ranks_choice(mesh: DeviceMesh, choose: Callable[[], Choice]) -> tuple[
     """What `choose` returns on the first rank of the mesh, and why. Every rank of the mesh calls this.
 
     Raises:
-        ConfigError, CaptureError: as `choose`, on all ranks. Other errors of it are a RuntimeError on the others.
+        ConfigError, CaptureError: as `choose`, on all ranks.
     """
-    failed: list[Exception] = []
 
-    def answer() -> str:
-        try:
-            choice = choose()
-        except Exception as e:  # the others wait for an answer
-            failed.append(e)
-            return json.dumps({"error": type(e).__name__, "text": str(e)})
-        return json.dumps({"strategy": choice.strategy.name, "reason": choice.reason})
+    def choice() -> str:
+        chosen = choose()
+        return json.dumps([chosen.strategy.name, chosen.reason])
 
-    said = json.loads(first_ranks(mesh, f"strategy {next(_number)}", answer))
-    if failed:
-        raise failed[0]
-    if "error" in said:
-        raise _ERRORS.get(said["error"], RuntimeError)(said["text"])
-    return ShardingStrategy[said["strategy"]], said["reason"]
-
-
-_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
+    name, reason = json.loads(first_ranks(mesh, f"strategy {next(_number)}", choice))
+    return ShardingStrategy[name], reason
 
 
 def _listed(found: Iterable[_Candidate]) -> str:

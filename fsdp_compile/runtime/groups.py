@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from ..errors import ConfigError
+from ..errors import CaptureError, ConfigError
 from ..layout import NO_AXIS, Axes, Axis
 from ..passes.ops import Part
 from .gloo import overlapping_group
@@ -223,6 +225,8 @@ def first_ranks(mesh: DeviceMesh | None, name: str, make: Callable[[], str]) -> 
     with an error, not hang. A name is asked for once.
 
     Raises:
+        Exception: what `make` raised on the first rank; on the others, a ConfigError or a CaptureError if it was one,
+            or else a RuntimeError.
         RuntimeError: the first rank has not answered within the time limit of the store.
     """
     if mesh is None or dist.get_backend(mesh.get_group(0)) == "fake":
@@ -232,8 +236,24 @@ def first_ranks(mesh: DeviceMesh | None, name: str, make: Callable[[], str]) -> 
     store = distributed_c10d.PrefixStore("fsdp_compile", distributed_c10d._get_default_store())
     key = hashlib.sha256(f"{ranks} {name}".encode()).hexdigest()
     if dist.get_rank() == ranks[0]:
-        store.set(key, make())
+        return _published(make, partial(store.set, key))
     try:
-        return store.get(key).decode()
+        said = json.loads(store.get(key))
     except dist.DistStoreError as e:
         raise RuntimeError(f"rank {ranks[0]} has not said what the {name.split()[0]} is that all ranks follow") from e
+    if "error" in said:
+        raise _ERRORS.get(said["error"], RuntimeError)(said["text"])
+    return str(said["made"])
+
+
+_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
+
+
+def _published(make: Callable[[], str], publish: Callable[[str], None]) -> str:
+    try:
+        made = make()
+    except Exception as e:  # the others wait for an answer
+        publish(json.dumps({"error": type(e).__name__, "text": str(e)}))
+        raise
+    publish(json.dumps({"made": made}))
+    return made

@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fsdp_compile, shard
+from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile.errors import CaptureError
+from fsdp_compile.runtime.groups import first_ranks
 from tests.distributed.training import (
     adamw,
     assert_close,
@@ -88,6 +90,23 @@ def test_a_mesh_of_one_dimension_shards_over_it(world_size, front_end):
     train(model, adamw(model.parameters()), STEPS)
     assert_same_parameters(model, expected)
     assert all(parameter.device_mesh == mesh for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_all_ranks_get_what_the_first_made_or_the_error_that_stopped_it(world_size):
+    def make(answer):
+        assert dist.get_rank() == 0
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    mesh = init_device_mesh("cpu", (2,))
+    assert first_ranks(mesh, "answer", functools.partial(make, "a text")) == "a text"
+    on_others = {ConfigError("one"): ConfigError, CaptureError("two"): CaptureError, OSError("three"): RuntimeError}
+    for error, other in on_others.items():
+        with pytest.raises(Exception, match=str(error)) as found:
+            first_ranks(mesh, f"error {error}", functools.partial(make, error))
+        assert found.type is (other if dist.get_rank() else type(error))
 
 
 def test_a_single_process_keeps_plain_parameters_and_no_collective():
