@@ -12,7 +12,8 @@ from fsdp_compile.chains import Bucket, Chain, Channel, Outcome, Parameter, Plan
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.planning import best_plan, front
 
-MOST = 7 if settings.get_current_profile_name() == "thorough" else 5  # parameters; profiles are in tests/conftest.py
+# Profiles are in tests/conftest.py. Parameters of a chain that is compared with all plans; numbers of long chains.
+MOST, NUM_LONG = (7, 1000) if settings.get_current_profile_name() == "thorough" else (5, 10)
 
 
 # Numbers are small integers and bandwidths powers of two: sums of seconds are exact, and equal is equal.
@@ -99,7 +100,10 @@ def test_the_best_plan_is_the_best_of_all_plans(chain, channel):
 
 
 def long_chain(random):
-    """Layers of parameters of very different bytes; some steps read two of them, some parameters are read again."""
+    """Layers of parameters of very different bytes; some steps read two of them, some parameters are read again.
+
+    Every other chain has reductions.
+    """
     num_parameters = random.randint(30, 300)
     seconds, parameters = [], []
     while len(parameters) < num_parameters:
@@ -109,7 +113,9 @@ def long_chain(random):
     last = len(seconds) - 1
     held = [random.randint(0, 64 << 20) for _ in seconds]
     reads = [(size, first, random.choice([first] * 9 + [random.randint(first, last)])) for size, first in parameters]
-    return Chain(seconds, held, [Parameter(*read) for read in reads])
+    reduced = [step for step in range(last) if random.random() < 0.3] * random.randint(0, 1)
+    reductions = [Reduction(random.uniform(0, 5e-3), step) for step in reduced]
+    return Chain(seconds, held, [Parameter(*read) for read in reads], reductions)
 
 
 def units_of(chain, random):
@@ -119,7 +125,7 @@ def units_of(chain, random):
 LINK = Channel(start=2e-5, per_message=5e-6, bandwidth=5e10, copy_bandwidth=1e12)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(NUM_LONG))
 def test_the_best_plan_is_never_slower_than_a_plain_one_that_fits(seed):
     random = Random(seed)
     chain = long_chain(random)
