@@ -1,0 +1,76 @@
+"""How many processor seconds the search for a plan takes, and how that grows with the number of parameters.
+
+    python benchmarks/planning_time.py                        # about a minute; no GPU, nothing in memory
+    python benchmarks/planning_time.py --parameters 500 --seeds 5
+
+Chains are those of transformer layers: nine parameters each, of very different bytes, and compute that takes half as
+long to twice as long as gathering them. "forward" has no reductions, "backward" one for each layer. A limit leaves room
+for one layer beyond what any plan needs. Every time is the longest of the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from random import Random
+
+from rich.console import Console
+from rich.table import Table
+
+from fsdp_compile.chains import Chain, Channel, Parameter, Reduction
+from fsdp_compile.planning import best_plan
+
+MIB = 2**20
+LAYER = [0.01, 32, 8, 8, 32, 0.01, 112, 112, 112]  # MiB: those of Llama 3 8B in bf16
+LINK = Channel(start=2e-5, per_message=5e-6, bandwidth=5e10, copy_bandwidth=1e12)
+
+
+def chain_of(num_parameters: int, random: Random, *, is_backward: bool) -> Chain:
+    """A step reads one parameter; its compute takes half as long to twice as long as gathering it."""
+    num_bytes = [int(LAYER[index % len(LAYER)] * MIB) for index in range(num_parameters)]
+    seconds = [size / LINK.bandwidth * random.uniform(0.5, 2) for size in num_bytes]
+    held = [random.randint(0, 64 * MIB) for _ in seconds]
+    parameters = [Parameter(size, step, step) for step, size in enumerate(num_bytes)]
+    ends = range(len(LAYER) - 1, num_parameters, len(LAYER)) if is_backward else ()
+    per_layer = sum(LAYER) * MIB / LINK.bandwidth
+    return Chain(seconds, held, parameters, [Reduction(per_layer * random.uniform(0.5, 1), end) for end in ends])
+
+
+def seconds_of(num_parameters: int, seed: int, *, is_backward: bool, is_limited: bool) -> float:
+    chain = chain_of(num_parameters, Random(seed), is_backward=is_backward)
+    limit = chain.lowest_peak + int(sum(LAYER) * MIB) if is_limited else None
+    begin = time.process_time()
+    best_plan(chain, LINK, limit=limit, ends=[*range(len(LAYER), num_parameters, len(LAYER)), num_parameters])
+    return time.process_time() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[100, 300, 1000, 3000, 10000])
+    parser.add_argument("--seeds", type=int, default=1)
+    options = parser.parse_args()
+    table = Table(title="Processor seconds of best_plan; exponent: of the growth since the row before")
+    kinds = [(is_backward, is_limited) for is_backward in (False, True) for is_limited in (False, True)]
+    table.add_column("parameters", justify="right")
+    for is_backward, is_limited in kinds:
+        name = f"{'backward' if is_backward else 'forward'}{', limit' if is_limited else ''}"
+        table.add_column(name, justify="right")
+        table.add_column("exponent", justify="right")
+    before: tuple[int, list[float]] | None = None
+    for number in sorted(options.parameters):
+        found = [
+            max(seconds_of(number, seed, is_backward=way, is_limited=limited) for seed in range(options.seeds))
+            for way, limited in kinds
+        ]
+        cells = []
+        for index, seconds in enumerate(found):
+            growth = math.log(seconds / before[1][index]) / math.log(number / before[0]) if before else None
+            cells += [f"{seconds:.2f}", "" if growth is None else f"{growth:.2f}"]
+        table.add_row(f"{number:,}", *cells)
+        before = number, found
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
