@@ -100,7 +100,7 @@ class Capture:
             return self._noting(compiled, graph, partitioner.gradients) if kwargs.get("is_backward") else compiled
 
         patches = {"custom_partitioner_fn": partitioner, **self.options}
-        if any(ops.is_call(node, ops.UNSHARD) for node in gm.graph.nodes):
+        if _reads_shards(gm):
             patches |= _KEEP_SCHEDULE
         if not self.generates_code:
             patches["fallback_random"] = True  # the random numbers of eager
@@ -135,6 +135,12 @@ class Capture:
 _VIEWS = {"__getitem__", "detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "t"}
 _VIEWS |= {"transpose", "unsqueeze", "view", "view_as", "_get_data_attr"}
 _WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}
+
+
+def _reads_shards(gm: torch.fx.GraphModule) -> bool:
+    """Whether a Dynamo graph, or one inside it (activation checkpointing makes those), reads a sharded parameter."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+    return any(ops.is_call(node, ops.UNSHARD) for graph in graphs for node in graph.nodes)
 
 
 def sharded_inputs(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> dict[torch.fx.Node, str]:

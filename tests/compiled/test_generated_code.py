@@ -9,12 +9,14 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fsdp_compile
 from fsdp_compile.passes import ops
 from tests.models import build
+from tests.passes.tiny import Checkpointed
 
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "convolution"}
 COLLECTIVES = {
@@ -69,6 +71,17 @@ def test_generated_code_keeps_the_order_of_the_schedule(lowering, prefetch):
     assert order_in_code(forward) == order_in_graph(lowered.forward)
     assert order_in_code(backward) == order_in_graph(lowered.backward)
     assert set(order_in_graph(lowered.backward)) & MATMULS
+
+
+def test_generated_code_of_checkpointed_layers_keeps_the_order_of_the_schedule():
+    """All parameters are read in graphs inside of Dynamo's."""
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
+    model = fsdp_compile(Checkpointed(a=layers[0], b=layers[1], c=layers[2]), auto_wrap_policy=nn.Linear)
+    x = torch.randn(4, 8, requires_grad=True)
+    _, (forward, backward) = run_fw_bw_and_get_code(lambda: model(x).sum())
+    lowered = model.graphs[0].lowered
+    assert order_in_code(forward) == order_in_graph(lowered.forward)
+    assert order_in_code(backward) == order_in_graph(lowered.backward)
 
 
 def test_inference_code_keeps_the_order_of_the_schedule():
