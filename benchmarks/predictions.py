@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fsdp_compile
-from fsdp_compile.costs import Hardware, predict
+from fsdp_compile.costs import Hardware, Prediction, predict
 from fsdp_compile.costs.calibrate import calibrate
-from fsdp_compile.scheduling import MARGIN
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from hosts import environment, on_host, shape, two_hosts
@@ -43,7 +42,7 @@ ROOT = Path(__file__).parents[1]
 PLANS: dict[str, dict[str, Any]] = {
     "prefetch 1": {},
     "no prefetch": {"forward_prefetch": 0, "backward_prefetch": 0},
-    "prefetch 2": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "prefetch in the forward": {"backward_prefetch": 0},
     "kept for the backward": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
     "kept, no prefetch": {
         "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
@@ -53,7 +52,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "not sharded": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "not sharded, no overlap": {"sharding_strategy": ShardingStrategy.NO_SHARD, "backward_prefetch": 0},
     "planned": {"is_planned": True},
-    "planned, in no more memory": {"is_planned": True, "in_memory_of": "prefetch 1"},
 }
 
 
@@ -75,60 +73,66 @@ MODELS = {"gpt": gpt, "mlp": mlp}
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """Measure and predict every plan; rank 0 writes what it found."""
+    """Predict and measure every plan; rank 0 writes what it found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     hardware = calibrate(torch.device("cpu"), ranks_per_node=1)
     results: list[dict[str, Any]] = []
     for model in options.models:
-        peaks: dict[str, int] = {}
-        for plan in options.plans:
-            found = measure(model, schedule_of(plan, hardware, peaks), hardware, options.steps)
-            peaks[plan] = int(found["peak"])
-            results.append({"model": model, "plan": plan, **found})
+        results += [{"model": model, **row} for row in compare(model, options, hardware)]
     if dist.get_rank() == 0:
         Path(options.result).write_text(json.dumps({"hardware": json.loads(hardware.to_json()), "results": results}))
     dist.destroy_process_group()
 
 
-def schedule_of(plan: str, hardware: Hardware, peaks: dict[str, int]) -> dict[str, Any]:
-    """The options of a plan; `peaks` are the predicted bytes of those before."""
-    schedule = dict(PLANS[plan])
-    if schedule.pop("is_planned", False):
-        schedule |= {"hardware": hardware}
-        if (other := schedule.pop("in_memory_of", None)) is not None:
-            schedule |= {"memory_budget": int(peaks[other] / (1 - MARGIN)) + 1}
-    return schedule
-
-
-def measure(name: str, plan: dict[str, Any], hardware: Hardware, steps: int) -> dict[str, float]:
-    """Seconds of forward and backward: the median of the slower rank, its spread, and what was predicted."""
+def compare(name: str, options: argparse.Namespace, hardware: Hardware) -> list[dict[str, Any]]:
+    """Every plan of a model predicted, and measured in turns."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, batch = MODELS[name]()
-    fsdp_compile(model, **plan)
-    seconds = []
-    for step in range(steps + 3):
-        inputs = batch()
-        dist.barrier()
-        begin = time.perf_counter()
-        model(*inputs).backward()
-        elapsed = torch.tensor(time.perf_counter() - begin)
-        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-        if step >= 3:
-            seconds.append(elapsed.item())
-        model.zero_grad()
-    found = predict(model.graphs[0], hardware)
+    models, predicted = {}, {}
+    for plan in options.plans:
+        torch.manual_seed(0)
+        model, batch = MODELS[name]()
+        models[plan] = fsdp_compile(model, **schedule_of(plan, hardware))
+        for _ in range(2):
+            seconds_of_step(model, batch())
+        predicted[plan] = predict(model.graphs[0], hardware)
+    measured: dict[str, list[float]] = {plan: [] for plan in options.plans}
+    for number in range(options.rounds):
+        for plan in options.plans[:: -1 if number % 2 else 1]:
+            seconds_of_step(models[plan], batch())  # the caches of the processor are another plan's
+            measured[plan] += [seconds_of_step(models[plan], batch()) for _ in range(options.steps)]
+    return [{"plan": plan, **row_of(measured[plan], predicted[plan])} for plan in options.plans]
+
+
+def schedule_of(plan: str, hardware: Hardware) -> dict[str, Any]:
+    """The options of a plan."""
+    schedule = dict(PLANS[plan])
+    return {**schedule, "hardware": hardware} if schedule.pop("is_planned", False) else schedule
+
+
+def seconds_of_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> float:
+    """Forward and backward, on the slower rank."""
+    dist.barrier()
+    begin = time.perf_counter()
+    model(*inputs).backward()
+    elapsed = torch.tensor(time.perf_counter() - begin)
+    model.zero_grad()
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return elapsed.item()
+
+
+def row_of(seconds: list[float], prediction: Prediction) -> dict[str, float]:
     deciles = statistics.quantiles(seconds, n=10)
+    timeline = prediction.timeline
     return {
         "measured": statistics.median(seconds),
         "p10": deciles[0],
         "p90": deciles[-1],
-        "predicted": found.timeline.seconds,
-        "compute": found.timeline.compute,
-        "communication": max(found.timeline.communication.values()),
-        "exposed": found.exposed,
-        "peak": found.memory.peak.total,
+        "predicted": timeline.seconds,
+        "compute": timeline.compute,
+        "communication": max(timeline.communication.values()),
+        "exposed": prediction.exposed,
+        "peak": prediction.memory.peak.total,
     }
 
 
@@ -140,7 +144,8 @@ def measure(name: str, plan: dict[str, Any], hardware: Hardware, steps: int) -> 
 def run_hosts(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One rank on each host; what rank 0 found."""
     result = folder / "result.json"
-    command = [sys.executable, __file__, "--result", str(result), "--steps", str(options.steps)]
+    command = [sys.executable, __file__, "--result", str(result)]
+    command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
     command += ["--models", *options.models, "--plans", *options.plans]
     processes = [subprocess.Popen(on_host(rank, command), env=environment(rank), cwd=ROOT) for rank in range(2)]
     if any(process.wait() for process in processes):
@@ -163,7 +168,8 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4], help="Gbit/s; 0 is no limit")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
-    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=4, help="in which the plans take turns")
+    parser.add_argument("--steps", type=int, default=3, help="of each plan in a round")
     parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.result:
