@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ LINK = "fsdp0"
 @contextlib.contextmanager
 def two_hosts() -> Iterator[None]:
     """The two network namespaces; the block may start processes in them, which must have ended when it does."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # namespaces would outlive us
     try:
         for host in HOSTS:
             _run("ip", "netns", "add", host)

@@ -1,0 +1,210 @@
+"""The subjects: the ways to train a model that the benchmarks compare, and the training itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from allocation import Allocation
+from simple_fsdp import BUCKETED, overlapped, simple_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.nn.parallel import DistributedDataParallel
+from workloads import Workload
+
+from fsdp_compile import fsdp_compile
+from fsdp_compile.costs import Hardware
+from fsdp_compile.costs.calibrate import calibrate
+
+
+@dataclasses.dataclass
+class Case:
+    """A model to be sharded.
+
+    Attributes:
+        units: the names of its modules that are a unit each.
+        hardware: what was measured, for subjects that ask for it.
+        memory_budget: bytes, for subjects that ask for it.
+        inductor: options of torch.compile, for subjects that compile.
+    """
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    units: list[str]
+    hardware: Hardware | None = None
+    memory_budget: int | None = None
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh(self.inputs[0].device.type, (dist.get_world_size(),))
+
+    def modules(self) -> list[nn.Module]:
+        return [self.model.get_submodule(name) for name in self.units]
+
+    def compiled(self, options: Mapping[str, Any] | None = None) -> nn.Module:
+        return torch.compile(self.model, fullgraph=True, dynamic=False, options={**self.inductor, **(options or {})})
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Peers
+# ----------------------------------------------------------------------------------------------------------
+
+
+def ddp(case: Case) -> nn.Module:
+    return DistributedDataParallel(case.model, gradient_as_bucket_view=True)
+
+
+def fsdp1(case: Case) -> nn.Module:
+    units = set(case.modules())
+    policy = CustomPolicy(lambda module: module in units)
+    device = case.inputs[0].device
+    return FullyShardedDataParallel(case.model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+
+
+def fsdp2(case: Case) -> nn.Module:
+    mesh = case.mesh
+    for unit in case.modules():
+        fully_shard(unit, mesh=mesh)
+    return fully_shard(case.model, mesh=mesh)
+
+
+def fsdp2_prefetch(case: Case) -> nn.Module:
+    """With gathers that do not block, each started one unit ahead."""
+    model, units = fsdp2(case), case.modules()
+    model._set_unshard_async_op(True)
+    order = [model, *units]
+    for earlier, later in zip(order, order[1:], strict=False):
+        earlier.set_modules_to_forward_prefetch([later])
+        later.set_modules_to_backward_prefetch([earlier])
+    return model
+
+
+def fsdp2_compiled(case: Case) -> nn.Module:
+    """Each unit compiled, the hooks between them not, as torchtitan does."""
+    options = dict(case.inductor)
+    for name in case.units:
+        unit = torch.compile(case.model.get_submodule(name), fullgraph=True, dynamic=False, options=options)
+        case.model.set_submodule(name, unit)
+    return fsdp2(case)
+
+
+def simple(case: Case, *, is_kept: bool = False, options: Mapping[str, Any] | None = None) -> nn.Module:
+    simple_fsdp(case.model, case.mesh, reshard_after_forward=not is_kept)
+    return case.compiled(options)
+
+
+def simple_overlap(case: Case, *, is_kept: bool = False) -> nn.Module:
+    hardware = case.hardware
+    bandwidth = hardware.between_nodes.bandwidth
+    return simple(case, is_kept=is_kept, options=overlapped(hardware.flops_of(torch.float32), bandwidth))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# All
+# ----------------------------------------------------------------------------------------------------------
+
+
+def ours(case: Case, **options: Any) -> nn.Module:
+    inductor = dict(case.inductor) or None
+    # The ranks build equal models; with the "fake" process group there is nobody to get values from.
+    return fsdp_compile(case.model, sync_module_states=False, options=inductor, **options)
+
+
+def ours_planned(case: Case, **options: Any) -> nn.Module:
+    return ours(case, hardware=case.hardware, memory_budget=case.memory_budget, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A way to train.
+
+    Attributes:
+        shard: makes of a case what is called, a module with parameters for an optimizer.
+        is_calibrated: whether it asks for the hardware, measured.
+        budget: the part of FSDP2's peak that it may have; None for no limit.
+    """
+
+    shard: Callable[[Case], nn.Module]
+    is_calibrated: bool = False
+    budget: float | None = None
+
+
+SUBJECTS = {
+    "single": Subject(lambda case: case.model),
+    "single-compiled": Subject(lambda case: case.compiled()),
+    "ddp": Subject(ddp),
+    "fsdp1": Subject(fsdp1),
+    "fsdp2": Subject(fsdp2),
+    "fsdp2-prefetch": Subject(fsdp2_prefetch),
+    "fsdp2-compiled": Subject(fsdp2_compiled),
+    "simple": Subject(simple),
+    "simple-kept": Subject(lambda case: simple(case, is_kept=True)),
+    "simple-bucketed": Subject(lambda case: simple(case, options=BUCKETED)),
+    "simple-overlap": Subject(simple_overlap, is_calibrated=True),
+    "simple-overlap-kept": Subject(lambda case: simple_overlap(case, is_kept=True), is_calibrated=True),
+    "fsdp_compile": Subject(ours),
+    "fsdp_compile-planned": Subject(ours_planned, is_calibrated=True),
+    "fsdp_compile-fit": Subject(ours_planned, is_calibrated=True, budget=1.0),
+    "fsdp_compile-tight": Subject(ours_planned, is_calibrated=True, budget=0.8),
+    "fsdp_compile-auto": Subject(
+        lambda case: ours_planned(case, sharding_strategy="auto", example_inputs=case.inputs), is_calibrated=True
+    ),
+    "fsdp_compile-packed": Subject(lambda case: ours(case, collective_lowering="packed")),
+    "fsdp_compile-grouped": Subject(lambda case: ours(case, collective_lowering="grouped")),
+}
+"""simple: gathers again for the backward, kept: does not; fit: planned in FSDP2's memory, tight: in 0.8 of it."""
+
+
+class Training:
+    """A subject that trains: the same values, whatever the subject, if all ranks of a group have the same batch."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        workload: Workload,
+        allocation: Allocation,
+        *,
+        memory_budget: int | None = None,
+        inductor: Mapping[str, Any] | None = None,
+        fused: bool = False,
+    ) -> None:
+        """Shard the model and take the first step; to be called by all ranks at once."""
+        self.device = allocation.device
+        torch.manual_seed(0)
+        with self.device:
+            model, self.inputs = workload.build(), workload.inputs()
+        names = [f"{workload.units}.{name}" for name, _ in model.get_submodule(workload.units).named_children()]
+        self.parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        hardware = calibrate(self.device) if subject.is_calibrated else None
+        budget = None if subject.budget is None else int(subject.budget * memory_budget)
+        begin = time.perf_counter()
+        self.model = subject.shard(Case(model, self.inputs, names, hardware, budget, inductor or {}))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused or None)
+        self.step()
+        self.first_step = time.perf_counter() - begin
+
+    def step(self) -> tuple[float, float, float]:
+        """Seconds of the forward, the backward and the optimizer."""
+        marks = [time.perf_counter()]
+        loss = self.model(*self.inputs)
+        marks.append(self._now())
+        loss.backward()
+        marks.append(self._now())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        marks.append(self._now())
+        self.loss = loss.detach()
+        forward, backward, optimizer = (end - begin for begin, end in zip(marks, marks[1:], strict=False))
+        return forward, backward, optimizer
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()

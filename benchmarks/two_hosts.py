@@ -1,0 +1,163 @@
+"""Steps of two hosts, joined by a link of known rate: fsdp_compile and its peers, side by side.
+
+    sudo python benchmarks/two_hosts.py                           # needs Linux, root, and the commands ip and tc
+    sudo python benchmarks/two_hosts.py --rates 2 --models gpt --subjects fsdp2 simple-overlap fsdp_compile
+
+Each subject is a process on each of two network namespaces (hosts.py), with a core each; the processes stay alive, and
+the subjects take turns. A single device computes on both cores at once too, and sends nothing. All train on the same
+batch, so that all losses must be equal. Times are of the slower rank: forward and backward (fb), the whole step with
+AdamW (step); cpu is the time of all threads of a rank. Rounds begin with a step that is not counted; the others
+follow each other as in a training, without barriers.
+
+The bound is the larger of the compiled single device's forward and backward, and the bytes that full sharding needs
+(two gathers and a reduction of all parameters) at the link's rate. Memory is that of tensors (allocation.py): between
+steps, and at most. The first step includes sharding and compilation, with nothing cached; what is calibrated starts
+anew for every rate, and keeps what the first start took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+from allocation import LIBRARY, build
+from harness import BACKWARD, FORWARD, OPTIMIZER, RANK, Reply, Team, Teams, milliseconds, seconds_of, spread
+from hosts import environment, on_host, shape, two_hosts
+from subjects import SUBJECTS
+
+MODELS = {
+    "gpt": {},
+    "mlp": {},
+    "conv": {},
+    "tiny": {"workload": "mlp", "arguments": {"layers": 2, "dim": 64, "rows": 32}},
+}
+DEFAULT = [name for name in SUBJECTS if name not in ("fsdp_compile-packed", "fsdp_compile-grouped")]
+
+
+def start(teams: Teams, started: dict[str, Reply], model: str, options: argparse.Namespace, folder: Path) -> None:
+    """Start the subjects that do not run; and again those that are calibrated, for the link's present rate."""
+    for number, name in enumerate(options.subjects):
+        subject = SUBJECTS[name]
+        if (name in teams.running or name in teams.failures) and not subject.is_calibrated:
+            continue
+        peak = started["fsdp2"]["peak"] if "fsdp2" in started else None
+        if subject.budget is not None and peak is None:
+            teams.failures[name] = "its budget is a part of fsdp2's peak, and that is not measured"
+            continue
+        workload = {"workload": model, "arguments": {}, **MODELS[model]}
+        request = {"subject": name, **workload, "fused": options.fused, "memory_budget": peak}
+        replies = teams.start(name, team(f"{model}-{name}", 29510 + number, folder), request)
+        if replies is not None:
+            first = started.get(name, replies[0])["first"]
+            started[name] = {**replies[0], "first": first, "peak": max(reply["peak"] for reply in replies)}
+
+
+def team(name: str, port: int, folder: Path) -> Team:
+    command = [sys.executable, str(RANK), "--library", str(folder / LIBRARY)]
+    commands = []
+    for rank in range(2):
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / name / str(rank)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        commands.append((on_host(rank, command), environment(rank, port) | caches))
+    return Team(commands, folder / f"{name}.log")
+
+
+def summarize(replies: list[list[Reply]], started: Reply) -> dict[str, Any]:
+    """Of all rounds: steps of the slower rank; bytes, and processor time, of the rank with more."""
+    every = [reply for ranks in replies for reply in ranks]
+    return {
+        "forward_backward": spread(seconds_of(replies, FORWARD, BACKWARD)),
+        "step": spread(seconds_of(replies, FORWARD, BACKWARD, OPTIMIZER)),
+        **{name: max(reply[name] for reply in every) for name in ("sent", "state", "peak")},
+        "cpu": spread([max(reply["cpu"] for reply in ranks) for ranks in replies])["median"],
+        **{name: started[name] for name in ("first", "loss", "parameters", "predicted", "compile")},
+        "steps": [[reply["steps"] for reply in ranks] for ranks in replies],
+    }
+
+
+def with_ratios(found: dict[str, dict[str, Any]], rate: float) -> None:
+    """Add to every subject how it compares with FSDP2 and with the bound, where those are known."""
+    bound = None
+    if "single-compiled" in found:
+        compute = found["single-compiled"]["forward_backward"]["median"]
+        needed = 1.5 * found["single-compiled"]["parameters"]  # a half of all for each of three, by a rank of two
+        bound = max(compute, needed / (rate * 1e9 / 8) if rate else 0.0)
+    for row in found.values():
+        seconds = row["forward_backward"]["median"]
+        row["of_bound"] = seconds / bound if bound else None
+        if "fsdp2" in found:
+            row["of_fsdp2"] = seconds / found["fsdp2"]["forward_backward"]["median"]
+            row["step_of_fsdp2"] = row["step"]["median"] / found["fsdp2"]["step"]["median"]
+
+
+def cells(name: str, row: dict[str, Any]) -> dict[str, str]:
+    def ratio(key: str) -> str:
+        return f"{row[key]:.3f}" if row.get(key) else "-"
+
+    return {
+        "subject": name,
+        **milliseconds(row["forward_backward"], "fb ms"),
+        "fb/FSDP2": ratio("of_fsdp2"),
+        "fb/bound": ratio("of_bound"),
+        **milliseconds(row["step"], "step ms"),
+        "step/FSDP2": ratio("step_of_fsdp2"),
+        "cpu ms": f"{1e3 * row['cpu']:.0f}",
+        **{f"{key} MB": f"{row[key] / 1e6:.1f}" for key in ("sent", "state", "peak")},
+        "first s": f"{row['first']:.1f}",
+    }
+
+
+def measure(model: str, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """The rows of every rate."""
+    teams, started, rows = Teams(), {}, []
+    try:
+        for rate in options.rates:
+            shape(rate)
+            start(teams, started, model, options, folder)
+            replies = teams.take_turns(options.rounds, {"count": options.steps})
+            found = {name: summarize(replies[name], started[name]) for name in options.subjects if name in replies}
+            with_ratios(found, rate)
+            title = f"{model}, {f'{rate:g} Gbit/s' if rate else 'no limit'}, {options.rounds} rounds"
+            harness.show(title, [cells(name, row) for name, row in found.items()], teams.failures)
+            check_losses(found)
+            rows += [{"model": model, "rate": rate, "subject": name, **row} for name, row in found.items()]
+            rows += [{"model": model, "rate": rate, "subject": name, "error": e} for name, e in teams.failures.items()]
+            harness.write_json(options.json, rows)
+    finally:
+        teams.stop()
+    return rows
+
+
+def check_losses(found: dict[str, dict[str, Any]]) -> None:
+    losses = {name: row["loss"] for name, row in found.items()}
+    expected = next(iter(losses.values()), math.nan)
+    for name, loss in losses.items():
+        if not math.isclose(loss, expected, rel_tol=1e-3):
+            harness.CONSOLE.print(f"[red]{name} computes something else[/red]: a loss of {loss}, not {expected}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4, 0], help="Gbit/s; 0 is no limit")
+    parser.add_argument("--models", nargs="+", default=["gpt", "mlp", "conv"], choices=list(MODELS))
+    parser.add_argument("--subjects", nargs="+", default=DEFAULT, choices=list(SUBJECTS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="of each subject in a round")
+    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True), for all")
+    parser.add_argument("--json", help="where to write all figures")
+    options = parser.parse_args()
+    options.subjects = [name for name in SUBJECTS if name in options.subjects]  # fsdp2 before what needs its peak
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, two_hosts():
+        build(Path(folder))
+        for model in options.models:
+            rows += measure(model, options, Path(folder))
+    harness.write_json(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()

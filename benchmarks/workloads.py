@@ -1,0 +1,95 @@
+"""What the benchmarks train: a model that returns its loss, its inputs, and the modules that are one unit each."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from memory import Mlp
+
+from llama import Llama, LlamaConfig
+from train_gpt import GPT, GPTConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """`units` is the name of the module whose children are a unit each; what is outside of it is one more."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    units: str
+
+
+def gpt(layers: int = 8, dim: int = 512, seq: int = 128, batch: int = 8, vocab: int = 4096) -> Workload:
+    """29.4 million parameters. The head is one of its own: SimpleFSDP does not know of parameters that are shared."""
+
+    def build() -> nn.Module:
+        model = GPT(GPTConfig(seq=seq, dim=dim, layers=layers, vocab=vocab))
+        model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+        return model
+
+    return Workload(build, lambda: _tokens(batch, seq, vocab), "blocks")
+
+
+def mlp(layers: int = 6, dim: int = 768, rows: int = 512) -> Workload:
+    """28.3 million parameters, and little to compute with each."""
+    return Workload(lambda: Mlp(dim, layers), lambda: (torch.randn(rows, dim), torch.randn(rows, dim)), "layers")
+
+
+class Classifier(nn.Module):
+    """examples/train_digits.py's nine convolution layers in three units, with their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from train_digits import ConvNet  # needs scikit-learn
+
+        self.model = ConvNet()
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(images), labels)
+
+
+def conv(batch: int = 128) -> Workload:
+    return Workload(Classifier, lambda: (torch.randn(batch, 1, 8, 8), torch.randint(10, (batch,))), "model.stages")
+
+
+class Stack(nn.Module):
+    """Layers so small that a step is what Python does around them."""
+
+    def __init__(self, units: int, layers: int, dim: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(layers))) for _ in range(units)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x.sum()
+
+
+def stack(units: int = 15, layers: int = 10, dim: int = 32) -> Workload:
+    return Workload(lambda: Stack(units, layers, dim), lambda: (torch.randn(8, dim),), "units")
+
+
+def llama(batch: int, seq: int, **config: int) -> Workload:
+    """In bfloat16; `config` is a LlamaConfig's."""
+
+    def build() -> nn.Module:
+        return Llama(LlamaConfig(**config)).to(torch.bfloat16)
+
+    return Workload(build, lambda: _tokens(batch, seq, config["vocab"]), "layers")
+
+
+def _tokens(batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(vocab, (batch, seq)), torch.randint(vocab, (batch, seq))
+
+
+WORKLOADS = {"gpt": gpt, "mlp": mlp, "conv": conv, "stack": stack, "llama": llama}
