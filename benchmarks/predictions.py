@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fsdp_compile
-from fsdp_compile.costs import Hardware, Prediction, predict
+from fsdp_compile.costs import Hardware, predict
 from fsdp_compile.costs.calibrate import calibrate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -73,35 +73,18 @@ MODELS = {"gpt": gpt, "mlp": mlp}
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """Predict and measure every plan; rank 0 writes what it found."""
+    """Measure and predict every plan; rank 0 writes what it found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     hardware = calibrate(torch.device("cpu"), ranks_per_node=1)
     results: list[dict[str, Any]] = []
     for model in options.models:
-        results += [{"model": model, **row} for row in compare(model, options, hardware)]
+        for plan in options.plans:
+            found = measure(model, schedule_of(plan, hardware), hardware, options.steps)
+            results.append({"model": model, "plan": plan, **found})
     if dist.get_rank() == 0:
         Path(options.result).write_text(json.dumps({"hardware": json.loads(hardware.to_json()), "results": results}))
     dist.destroy_process_group()
-
-
-def compare(name: str, options: argparse.Namespace, hardware: Hardware) -> list[dict[str, Any]]:
-    """Every plan of a model predicted, and measured in turns."""
-    torch._dynamo.reset()
-    models, predicted = {}, {}
-    for plan in options.plans:
-        torch.manual_seed(0)
-        model, batch = MODELS[name]()
-        models[plan] = fsdp_compile(model, **schedule_of(plan, hardware))
-        for _ in range(2):
-            seconds_of_step(model, batch())
-        predicted[plan] = predict(model.graphs[0], hardware)
-    measured: dict[str, list[float]] = {plan: [] for plan in options.plans}
-    for number in range(options.rounds):
-        for plan in options.plans[:: -1 if number % 2 else 1]:
-            seconds_of_step(models[plan], batch())  # the caches of the processor are another plan's
-            measured[plan] += [seconds_of_step(models[plan], batch()) for _ in range(options.steps)]
-    return [{"plan": plan, **row_of(measured[plan], predicted[plan])} for plan in options.plans]
 
 
 def schedule_of(plan: str, hardware: Hardware) -> dict[str, Any]:
@@ -110,29 +93,34 @@ def schedule_of(plan: str, hardware: Hardware) -> dict[str, Any]:
     return {**schedule, "hardware": hardware} if schedule.pop("is_planned", False) else schedule
 
 
-def seconds_of_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> float:
-    """Forward and backward, on the slower rank."""
-    dist.barrier()
-    begin = time.perf_counter()
-    model(*inputs).backward()
-    elapsed = torch.tensor(time.perf_counter() - begin)
-    model.zero_grad()
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return elapsed.item()
-
-
-def row_of(seconds: list[float], prediction: Prediction) -> dict[str, float]:
+def measure(name: str, plan: dict[str, Any], hardware: Hardware, steps: int) -> dict[str, float]:
+    """Seconds of forward and backward: the median of the slower rank, its spread, and what was predicted."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    fsdp_compile(model, **plan)
+    seconds = []
+    for step in range(steps + 3):
+        inputs = batch()
+        dist.barrier()
+        begin = time.perf_counter()
+        model(*inputs).backward()
+        elapsed = torch.tensor(time.perf_counter() - begin)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        if step >= 3:
+            seconds.append(elapsed.item())
+        model.zero_grad()
+    found = predict(model.graphs[0], hardware)
     deciles = statistics.quantiles(seconds, n=10)
-    timeline = prediction.timeline
     return {
         "measured": statistics.median(seconds),
         "p10": deciles[0],
         "p90": deciles[-1],
-        "predicted": timeline.seconds,
-        "compute": timeline.compute,
-        "communication": max(timeline.communication.values()),
-        "exposed": prediction.exposed,
-        "peak": prediction.memory.peak.total,
+        "predicted": found.timeline.seconds,
+        "compute": found.timeline.compute,
+        "communication": max(found.timeline.communication.values()),
+        "exposed": found.exposed,
+        "peak": found.memory.peak.total,
     }
 
 
@@ -144,8 +132,7 @@ def row_of(seconds: list[float], prediction: Prediction) -> dict[str, float]:
 def run_hosts(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One rank on each host; what rank 0 found."""
     result = folder / "result.json"
-    command = [sys.executable, __file__, "--result", str(result)]
-    command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+    command = [sys.executable, __file__, "--result", str(result), "--steps", str(options.steps)]
     command += ["--models", *options.models, "--plans", *options.plans]
     processes = [subprocess.Popen(on_host(rank, command), env=environment(rank), cwd=ROOT) for rank in range(2)]
     if any(process.wait() for process in processes):
@@ -168,8 +155,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4], help="Gbit/s; 0 is no limit")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
-    parser.add_argument("--rounds", type=int, default=4, help="in which the plans take turns")
-    parser.add_argument("--steps", type=int, default=3, help="of each plan in a round")
+    parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.result:
@@ -187,7 +173,7 @@ def main() -> None:
 def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
     measured, predicted = ([row[name] for row in rows] for name in ("measured", "predicted"))
     table = Table(title=title, caption=f"rank correlation {rank_correlation(measured, predicted):.3f}")
-    table.add_column("plan")
+    table.add_column("plan", no_wrap=True)
     for heading in ("measured ms", "p10", "p90", "predicted ms", "ratio", "compute", "communication", "exposed", "MiB"):
         table.add_column(heading, justify="right")
     for row in rows:

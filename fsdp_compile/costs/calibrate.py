@@ -56,7 +56,8 @@ def check_same(hardware: Hardware, group: dist.ProcessGroup | None = None) -> No
 
 
 def _compute(device: torch.device, name: str, ranks_per_node: int) -> Hardware:
-    flops = {str(dtype).removeprefix("torch."): _matmul_flops(dtype, device) for dtype in _dtypes(device)}
+    flops_of_dtype = {dtype: _matmul_flops(dtype, device) for dtype in _dtypes(device)}
+    main = torch.float32 if device.type == "cpu" else torch.bfloat16
     numel = 1 << 24
     source, target = (torch.ones(numel, device=device) for _ in range(2))
     copy = _seconds(lambda: target.copy_(source), device)
@@ -65,7 +66,7 @@ def _compute(device: torch.device, name: str, ranks_per_node: int) -> Hardware:
     nothing = Link(_NEVER, 0.0)
     return Hardware(
         name=name,
-        flops=flops,
+        flops={str(dtype).removeprefix("torch."): flops for dtype, flops in flops_of_dtype.items()},
         efficiency=1.0,  # the figures are of matmuls, not of data sheets
         memory_bandwidth=2 * source.nbytes / copy,
         memory=_memory(device) // (ranks_per_node if device.type == "cpu" else 1),
@@ -76,6 +77,7 @@ def _compute(device: torch.device, name: str, ranks_per_node: int) -> Hardware:
         collective_start=0.0,
         kernel_start=_seconds(lambda: small.add_(1), device),
         contention=1.0,
+        attention_factor=_attention_factor(flops_of_dtype[main], main, device),
     )
 
 
@@ -84,10 +86,30 @@ def _dtypes(device: torch.device) -> list[torch.dtype]:
 
 
 def _matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
-    size = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    """FLOP/s of the three matmuls of a linear layer: its output, and the gradients of its input and its weight."""
+    rows, width, out = (1024, 512, 2048) if device.type == "cpu" else (8192, 8192, 8192)
+    shapes = (rows, width), (out, width), (rows, out)
+    x, weight, gradient = (torch.ones(shape, dtype=dtype, device=device) for shape in shapes)
     matmul = _matmul(dtype, device)
-    return 2 * size**3 / _seconds(lambda: matmul(a, b), device)
+    calls = (
+        lambda: matmul(x, weight.t()),
+        lambda: matmul(gradient, weight),
+        lambda: matmul(gradient.t(), x),
+    )
+    return len(calls) * 2 * rows * width * out / sum(_seconds(call, device) for call in calls)
+
+
+def _attention_factor(flops: float, dtype: torch.dtype, device: torch.device) -> float:
+    """How many times longer attention takes, forward and backward, than matmuls of its 14 BHSSD FLOPs."""
+    batch, heads, length, dim = (4, 8, 128, 64) if device.type == "cpu" else (4, 16, 4096, 128)
+    shape = (3, batch, heads, length, dim)
+    query, key, value = torch.randn(shape, dtype=dtype, device=device, requires_grad=True).unbind()
+
+    def call() -> None:
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        torch.autograd.grad(out, (query, key, value), out)
+
+    return _seconds(call, device) * flops / (14 * batch * heads * length**2 * dim)
 
 
 def _matmul(dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

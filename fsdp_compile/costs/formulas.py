@@ -327,6 +327,7 @@ _FIGURES = (
     "contention",
     "reduce_scatter_factor",
     "all_reduce_factor",
+    "attention_factor",
     "message_start",
 )
 

@@ -47,6 +47,7 @@ class Hardware:
         reduce_scatter_factor: how many times the bytes of an all-gather a reduce-scatter of the same size moves.
         all_reduce_factor: the same of an all-reduce.
         reduction_workspace: bytes that a reduce-scatter takes for itself, for each byte that it reduces.
+        attention_factor: how many times longer attention takes than matmuls of as many FLOPs.
         message_start: seconds that each message of a grouped collective after the first takes besides its bytes.
     """
 
@@ -65,6 +66,7 @@ class Hardware:
     reduce_scatter_factor: float = 1.0
     all_reduce_factor: float = 2.0
     reduction_workspace: float = 0.0
+    attention_factor: float = 1.0
     message_start: float = 0.0
 
     def __post_init__(self) -> None:

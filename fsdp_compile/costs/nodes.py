@@ -5,7 +5,7 @@ A kernel takes the longer of its arithmetic and its traffic with memory (the roo
     seconds = kernel_start + max(flops / flops_of(dtype), bytes / memory_bandwidth)
 
 FLOPs are those of torch.utils.flop_counter, where a multiply-add is two; operators that it does not know do one for
-each element that they return. A compiler fuses light operators between heavy ones: together they read what comes from
+each element that they return. Those of attention count `attention_factor` times. A compiler fuses light operators between heavy ones: together they read what comes from
 outside and write what is read outside. Without a compiler each operator of the graph is a kernel; of torch without any
 graph, each operator before it was decomposed.
 
@@ -87,7 +87,8 @@ class Kernel:
     num_bytes: float
 
     def seconds(self, hardware: Hardware) -> float:
-        arithmetic = self.flops / hardware.flops_of(self.dtype)
+        factor = hardware.attention_factor if any(map(_is_attention, self.nodes)) else 1
+        arithmetic = self.flops * factor / hardware.flops_of(self.dtype)
         seconds: float = largest(arithmetic, self.num_bytes / hardware.memory_bandwidth)
         return hardware.kernel_start + seconds
 
@@ -143,10 +144,14 @@ def flops_of(node: torch.fx.Node) -> float:
     if formula is None:
         return sum(extent.numel for extent in extents(_value(node))) if not ops.is_dialect(node) else 0
     args, kwargs = torch.fx.map_arg((arguments, node.kwargs), lambda argument: _sized(argument.meta["val"]))
-    if "attention" in str(packet):
+    if _is_attention(node):
         args = _with_all_heads(args)
     flops: float = formula(*args, **kwargs, out_val=_sized(_value(node)))
     return flops
+
+
+def _is_attention(node: torch.fx.Node) -> bool:
+    return "attention" in str(_call(node)[0])
 
 
 class _Shape(tuple[Any, ...]):
