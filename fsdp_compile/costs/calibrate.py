@@ -22,6 +22,7 @@ from .hardware import Hardware, Link
 
 _SIZES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes of messages
 _REPEATS = 9
+_NUM_GATHERS = 6  # that run while contention is measured
 _NEVER = 1e15  # bytes/s of a link that there is none of
 
 _Send = Callable[[int, dist.ProcessGroup, torch.device], Callable[[], torch.Tensor]]
@@ -228,23 +229,25 @@ def _wait(pending: torch.Tensor) -> object:
 
 
 def _contention(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How many times longer matmuls take while a gather runs."""
-    size = 256 if device.type == "cpu" else 4096
-    a, b = (torch.ones(size, size, device=device) for _ in range(2))
+    """How many times longer matmuls take while gathers run."""
+    shape = (512, 512) if device.type == "cpu" else (4096, 4096)
+    a, b = (torch.ones(shape, device=device) for _ in range(2))
     matmul = _matmul(torch.float32, device)
     alone = _seconds(lambda: matmul(a, b), device)
-    gather = _gather(group.size() << 24, group, device)
-    count = max(1, int(_seconds(lambda: _wait(gather()), device) / alone / 3))  # done before the gather is
+    gather = _gather(group.size() << 23, group, device)
+    seconds = _NUM_GATHERS * _seconds(lambda: _wait(gather()), device, statistics.fmean)
+    count = max(1, int(seconds / alone / 2))  # done before the gathers are
     ratios = []
     for _ in range(_REPEATS):
         dist.barrier(group)
-        pending = gather()
+        pending = [gather() for _ in range(_NUM_GATHERS)]
         begin = time.perf_counter()
         for _ in range(count):
             matmul(a, b)
         _synchronize_compute(device)
         ratios.append((time.perf_counter() - begin) / count / alone)
-        _wait(pending)
+        for each in pending:
+            _wait(each)
     return max(1.0, statistics.median(ratios))
 
 
