@@ -51,18 +51,20 @@ def start(teams: Teams, started: dict[str, Reply], model: str, options: argparse
             continue
         workload = {"workload": model, "arguments": {}, **MODELS[model]}
         request = {"subject": name, **workload, "fused": options.fused, "memory_budget": peak}
-        replies = teams.start(name, team(f"{model}-{name}", 29510 + number, folder), request)
+        replies = teams.start(name, team(f"{model}-{name}", 29510 + number, folder, options.warm), request)
         if replies is not None:
             first = started.get(name, replies[0])["first"]
             started[name] = {**replies[0], "first": first, "peak": max(reply["peak"] for reply in replies)}
 
 
-def team(name: str, port: int, folder: Path) -> Team:
+def team(name: str, port: int, folder: Path, is_warm: bool) -> Team:
     command = [sys.executable, str(RANK), "--library", str(folder / LIBRARY)]
     commands = []
     for rank in range(2):
-        caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / name / str(rank)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        commands.append((on_host(rank, command), environment(rank, port) | caches))
+        setting = environment(rank, port) | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        if not is_warm:
+            setting["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name / str(rank))
+        commands.append((on_host(rank, command), setting))
     return Team(commands, folder / f"{name}.log")
 
 
@@ -148,6 +150,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="of each subject in a round")
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True), for all")
+    parser.add_argument(
+        "--warm", action="store_true", help="use what is compiled already; first steps then compare with nothing"
+    )
     parser.add_argument("--json", help="where to write all figures")
     options = parser.parse_args()
     options.subjects = [name for name in SUBJECTS if name in options.subjects]  # fsdp2 before what needs its peak
