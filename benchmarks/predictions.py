@@ -56,7 +56,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def gpt() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
-    config = GPTConfig(seq=128, dim=512, layers=9)
+    config = GPTConfig(seq=128, dim=512, layers=6)
     return GPT(config), lambda: (torch.randint(256, (8, 128)), torch.randint(256, (8, 128)))
 
 
