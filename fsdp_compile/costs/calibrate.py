@@ -261,7 +261,10 @@ def _seconds(
     device: torch.device,
     average: Callable[[Sequence[float]], float] = statistics.median,
 ) -> float:
-    """The average of a few calls, after one that does not count; short calls are timed in batches."""
+    """The average of a few calls, after one that does not count; short calls are timed in batches.
+
+    Ranks wait for each other in a step, so of every call the slowest rank's seconds count.
+    """
     call()
     begin = time.perf_counter()
     call()
@@ -278,7 +281,10 @@ def _seconds(
             call()
         _synchronize(device)
         found.append((time.perf_counter() - begin) / count)
-    return average(found)
+    slowest = torch.tensor(found, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return average(slowest.tolist())
 
 
 def _synchronize(device: torch.device) -> None:
