@@ -229,23 +229,30 @@ def _wait(pending: torch.Tensor) -> object:
 
 
 def _contention(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How many times longer matmuls take while gathers run."""
+    """How many times longer matmuls take while gathers run, than right before."""
     shape = (512, 512) if device.type == "cpu" else (4096, 4096)
     a, b = (torch.ones(shape, device=device) for _ in range(2))
     matmul = _matmul(torch.float32, device)
-    alone = _seconds(lambda: matmul(a, b), device)
     gather = _gather(group.size() << 23, group, device)
     seconds = _NUM_GATHERS * _seconds(lambda: _wait(gather()), device, statistics.fmean)
-    count = max(1, int(seconds / alone / 2))  # done before the gathers are
+    # Half the time of the gathers: matmuls are done before they are.
+    counts = [max(1, int(seconds / _seconds(lambda: matmul(a, b), device) / 2))]
+    dist.broadcast_object_list(counts, device=device)
+
+    def elapsed() -> float:
+        begin = time.perf_counter()
+        for _ in range(counts[0]):
+            matmul(a, b)
+        _synchronize_compute(device)
+        return time.perf_counter() - begin
+
     ratios = []
     for _ in range(_REPEATS):
         dist.barrier(group)
+        alone = elapsed()
+        dist.barrier(group)
         pending = [gather() for _ in range(_NUM_GATHERS)]
-        begin = time.perf_counter()
-        for _ in range(count):
-            matmul(a, b)
-        _synchronize_compute(device)
-        ratios.append((time.perf_counter() - begin) / count / alone)
+        ratios.append(elapsed() / alone)
         for each in pending:
             _wait(each)
     return max(1.0, statistics.median(ratios))
