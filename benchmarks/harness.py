@@ -158,11 +158,13 @@ class Teams:
         self.running.clear()
 
 
-def one_rank(name: str, folder: Path, world_size: int, device: str = "cpu") -> Team:
-    """A rank of a job that is not there; what it compiles is cached for this name only."""
+def one_rank(name: str, folder: Path, world_size: int, device: str = "cpu", *, is_warm: bool = False) -> Team:
+    """A rank of a job that is not there; unless it is warm, with nothing compiled before."""
     command = [sys.executable, str(RANK), "--library", str(folder / LIBRARY)]
     command += ["--world-size", str(world_size), "--device", device]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / name)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not is_warm:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name)
     return Team([(command, environment)], folder / f"{name}.log")
 
 
@@ -193,7 +195,8 @@ def milliseconds(found: Mapping[str, float], name: str) -> dict[str, str]:
     """The cells of a spread of seconds, below `name`, "p10" and "p90"."""
     short = name.removesuffix(" ms")
     headings = {"median": name, "p10": f"{short} p10", "p90": f"{short} p90"}
-    return {heading: f"{1e3 * found[key]:.1f}" for key, heading in headings.items()}
+    digits = 2 if found["median"] < 0.1 else 1
+    return {heading: f"{1e3 * found[key]:.{digits}f}" for key, heading in headings.items()}
 
 
 def show(title: str, rows: Sequence[Mapping[str, str]], failures: Mapping[str, str]) -> None:

@@ -16,15 +16,11 @@ from typing import Any
 
 import harness
 from allocation import build
-from harness import BACKWARD, FORWARD, OPTIMIZER, Reply, Teams, milliseconds, one_rank, seconds_of, spread
+from harness import BACKWARD, FORWARD, OPTIMIZER, Teams, milliseconds, one_rank, seconds_of, spread
 from subjects import SUBJECTS
 
 DEFAULT = ["single", "single-compiled", "fsdp1", "fsdp2", "fsdp2-compiled", "simple", "simple-bucketed", "fsdp_compile"]
 PARTS = {"forward": [FORWARD], "backward": [BACKWARD], "AdamW": [OPTIMIZER], "step": [FORWARD, BACKWARD, OPTIMIZER]}
-
-
-def summarize(replies: list[list[Reply]], started: Reply) -> dict[str, Any]:
-    return {"first": started["first"], **{name: spread(seconds_of(replies, *parts)) for name, parts in PARTS.items()}}
 
 
 def cells(name: str, found: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -35,13 +31,7 @@ def cells(name: str, found: dict[str, dict[str, Any]]) -> dict[str, str]:
         if other in found
     }
     parts = {f"{part} ms": f"{1e3 * row[part]['median']:.2f}" for part in PARTS if part != "step"}
-    return {
-        "subject": name,
-        **parts,
-        **milliseconds(row["step"], "step ms"),
-        **ratios,
-        "first s": f"{row['first']:.1f}",
-    }
+    return {"subject": name, **parts, **milliseconds(row["step"], "step ms"), **ratios}
 
 
 def main() -> None:
@@ -58,18 +48,20 @@ def main() -> None:
     options = parser.parse_args()
     arguments = {"units": options.units, "layers": options.layers, "dim": options.dim}
     request = {"workload": "stack", "arguments": arguments, "fused": options.fused}
-    teams, started = Teams(), {}
+    teams = Teams()
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder))
         try:
             for name in options.subjects:
-                team = one_rank(name, Path(folder), options.world_size)
-                if (replies := teams.start(name, team, {"subject": name, **request})) is not None:
-                    started[name] = replies[0]
+                team = one_rank(name, Path(folder), options.world_size, is_warm=True)
+                teams.start(name, team, {"subject": name, **request})
             replies = teams.take_turns(options.rounds, {"count": options.steps})
         finally:
             teams.stop()
-    found = {name: summarize(replies[name], started[name]) for name in options.subjects if name in replies}
+    found = {
+        name: {part: spread(seconds_of(rounds, *numbers)) for part, numbers in PARTS.items()}
+        for name, rounds in replies.items()
+    }
     title = f"a step of {options.units * options.layers} small layers in {options.units} units"
     harness.show(title, [cells(name, found) for name in found], teams.failures)
     harness.write_json(options.json, [{"subject": name, **row} for name, row in found.items()])
