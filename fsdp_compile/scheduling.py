@@ -141,7 +141,8 @@ class _Program:
             excess = tried[-1].peak - self.goal.limit
             if excess <= 0:
                 reduced = self._reduced(tried[-1], plan) if step.has_reductions else ()
-                return [*tried, *reduced, *self._kept(step, plan, limit)]
+                kept = list(self._kept(step, plan, limit))
+                return [*tried, *reduced, *kept, *self._not_cut([tried[-1], *kept])]
             limit -= excess  # the chains do not see all that is in memory
             best = step.best(limit) if len(tried) < _TRIES else None
         return [*tried, self.found(dataclasses.replace(step.leanest(), activations=activations))]
@@ -160,6 +161,12 @@ class _Program:
         most = len(step.open_units)
         if len(plan.kept) < len(step.always_kept) + most and (other := step.with_kept(most, limit)):
             yield self.found(dataclasses.replace(other.plan, activations=plan.activations))
+
+    def _not_cut(self, planned: Sequence[Found]) -> Iterator[Found]:
+        """What these keep, gathered as without a plan: the chains that gathers are cut by are not all of a step."""
+        for found in planned:
+            if found.plan is not None and found.plan.kept:
+                yield self.found(dataclasses.replace(found.plan, forward=(), backward=()))
 
 
 def _is_short(step: Step, best: Estimate | None, candidates: Sequence[Found], goal: Goal) -> bool:
