@@ -5,9 +5,9 @@ A kernel takes the longer of its arithmetic and its traffic with memory (the roo
     seconds = kernel_start + max(flops / flops_of(dtype), bytes / memory_bandwidth)
 
 FLOPs are those of torch.utils.flop_counter, where a multiply-add is two; operators that it does not know do one for
-each element that they return. Those of attention count `attention_factor` times. A compiler fuses light operators between heavy ones: together they read what comes from
-outside and write what is read outside. Without a compiler each operator of the graph is a kernel; of torch without any
-graph, each operator before it was decomposed.
+each element that they return. Those of attention count `attention_factor` times. A compiler fuses light operators
+between heavy ones: together they read what comes from outside and write what is read outside. Without a compiler each
+operator of the graph is a kernel; of torch without any graph, each operator before it was decomposed.
 
 In `symbolic` graphs an `Extent` of expressions stands for every tensor, and what is computed here is an expression.
 """
