@@ -1,16 +1,20 @@
-"""Predicted against measured step times of two ranks on two hosts, joined by a link of known rate.
+"""Predicted against measured steps of two ranks on two hosts, joined by a link of known rate: their times and peaks.
 
     sudo python benchmarks/predictions.py                       # needs Linux, root, and the commands ip and tc
     sudo python benchmarks/predictions.py --rates 2 --models gpt
+    sudo python benchmarks/predictions.py --rates 2 --models gpt --plans planned --budgets 1 0.9 0.8 0.7 0.5
 
 The hosts are network namespaces of this machine (hosts.py). For every rate the machine and the link are calibrated,
 then every plan (prefetch distances, what is kept between forward and backward, what is sharded at all, and what
-`hardware=` plans) is predicted and run.
+`hardware=` plans) is predicted and run; and plans for memory budgets, each a part of the predicted peak of the last of
+the plans before. Times are of forward and backward. Peaks are those of a rank's tensors meanwhile, Adam's states
+included.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -28,11 +32,12 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile import fsdp_compile
+from fsdp_compile import ConfigError, fsdp_compile
 from fsdp_compile.costs import Hardware, predict
 from fsdp_compile.costs.calibrate import calibrate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from allocation import LIBRARY, Allocation, build
 from hosts import environment, on_host, shape, two_hosts
 from memory import Mlp
 
@@ -74,14 +79,25 @@ MODELS = {"gpt": gpt, "mlp": mlp}
 
 def run_rank(options: argparse.Namespace) -> None:
     """Measure and predict every plan; rank 0 writes what it found."""
+    allocation = Allocation(torch.device("cpu"), Path(options.result).with_name(LIBRARY))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    hardware = calibrate(torch.device("cpu"), ranks_per_node=1)
+    hardware = calibrate(allocation.device, ranks_per_node=1)
     results: list[dict[str, Any]] = []
     for model in options.models:
-        for plan in options.plans:
-            found = measure(model, schedule_of(plan, hardware), hardware, options.steps)
-            results.append({"model": model, "plan": plan, **found})
+        plans = {plan: schedule_of(plan, hardware) for plan in options.plans}
+        for plan, schedule in plans.items():
+            results.append(
+                {"model": model, "plan": plan, **measure(model, schedule, hardware, options.steps, allocation)}
+            )
+        peak = results[-1]["predicted peak"]
+        for part in options.budgets:
+            schedule = {"hardware": hardware, "memory_budget": int(part * peak)}
+            row = {"model": model, "plan": f"{part:g} of {peak / 2**20:.0f} MiB"}
+            try:
+                results.append({**row, **measure(model, schedule, hardware, options.steps, allocation)})
+            except ConfigError as e:
+                results.append({**row, "refused": str(e)})
     if dist.get_rank() == 0:
         Path(options.result).write_text(json.dumps({"hardware": json.loads(hardware.to_json()), "results": results}))
     dist.destroy_process_group()
@@ -93,23 +109,32 @@ def schedule_of(plan: str, hardware: Hardware) -> dict[str, Any]:
     return {**schedule, "hardware": hardware} if schedule.pop("is_planned", False) else schedule
 
 
-def measure(name: str, plan: dict[str, Any], hardware: Hardware, steps: int) -> dict[str, float]:
-    """Seconds of forward and backward: the median of the slower rank, its spread, and what was predicted."""
+def measure(
+    name: str, plan: dict[str, Any], hardware: Hardware, steps: int, allocation: Allocation
+) -> dict[str, float]:
+    """Seconds of forward and backward: the median of the slower rank, its spread, and what was predicted; and bytes."""
     torch._dynamo.reset()
+    gc.collect()
     torch.manual_seed(0)
+    before = allocation.live
     model, batch = MODELS[name]()
     fsdp_compile(model, **plan)
-    seconds = []
+    optimizer = torch.optim.AdamW(model.parameters())
+    seconds, peak = [], 0
     for step in range(steps + 3):
         inputs = batch()
         dist.barrier()
+        allocation.reset()
         begin = time.perf_counter()
         model(*inputs).backward()
         elapsed = torch.tensor(time.perf_counter() - begin)
+        if step >= 3:
+            peak = max(peak, allocation.peak - before)
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
         if step >= 3:
             seconds.append(elapsed.item())
-        model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     found = predict(model.graphs[0], hardware)
     deciles = statistics.quantiles(seconds, n=10)
     return {
@@ -120,7 +145,8 @@ def measure(name: str, plan: dict[str, Any], hardware: Hardware, steps: int) -> 
         "compute": found.timeline.compute,
         "communication": max(found.timeline.communication.values()),
         "exposed": found.exposed,
-        "peak": found.memory.peak.total,
+        "measured peak": peak,
+        "predicted peak": found.memory.peak.total,
     }
 
 
@@ -133,7 +159,7 @@ def run_hosts(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One rank on each host; what rank 0 found."""
     result = folder / "result.json"
     command = [sys.executable, __file__, "--result", str(result), "--steps", str(options.steps)]
-    command += ["--models", *options.models, "--plans", *options.plans]
+    command += ["--models", *options.models, "--plans", *options.plans, "--budgets", *map(str, options.budgets)]
     processes = [subprocess.Popen(on_host(rank, command), env=environment(rank), cwd=ROOT) for rank in range(2)]
     if any(process.wait() for process in processes):
         raise SystemExit("a rank failed")
@@ -155,14 +181,16 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4], help="Gbit/s; 0 is no limit")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
+    parser.add_argument("--budgets", type=float, nargs="*", default=[], help="parts of a peak")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.result:
         run_rank(options)
         return
-    console = Console(width=110)
+    console = Console(width=160)
     with two_hosts(), tempfile.TemporaryDirectory() as folder:
+        build(Path(folder))
         for rate in options.rates:
             shape(rate)
             results = run_hosts(options, Path(folder))["results"]
@@ -171,19 +199,31 @@ def main() -> None:
 
 
 def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
-    measured, predicted = ([row[name] for row in rows] for name in ("measured", "predicted"))
+    found = [row for row in rows if "refused" not in row]
+    measured, predicted = ([row[name] for row in found] for name in ("measured", "predicted"))
     table = Table(title=title, caption=f"rank correlation {rank_correlation(measured, predicted):.3f}")
     table.add_column("plan", no_wrap=True)
-    for heading in ("measured ms", "p10", "p90", "predicted ms", "ratio", "compute", "communication", "exposed", "MiB"):
+    for heading in ("measured ms", "p10", "p90", "predicted ms", "ratio", "compute", "communication", "exposed"):
         table.add_column(heading, justify="right")
-    for row in rows:
-        columns = ["measured", "p10", "p90", "predicted", "compute", "communication", "exposed"]
-        cells = {name: f"{row[name] * 1e3:.1f}" for name in columns}
-        ratio = f"{row['predicted'] / row['measured']:.3f}"
-        order = ["measured", "p10", "p90", "predicted"]
-        mib = f"{row['peak'] / 2**20:.0f}"
-        table.add_row(row["plan"], *(cells[name] for name in order), ratio, *(cells[name] for name in columns[4:]), mib)
+    for heading in ("measured MiB", "predicted MiB", "ratio"):
+        table.add_column(heading, justify="right")
+    for row in found:
+
+        def cells(*names: str, unit: float = 1e-3, row: dict[str, Any] = row) -> list[str]:
+            return [f"{row[name] / unit:.1f}" for name in names]
+
+        table.add_row(
+            row["plan"],
+            *cells("measured", "p10", "p90", "predicted"),
+            f"{row['predicted'] / row['measured']:.3f}",
+            *cells("compute", "communication", "exposed"),
+            *cells("measured peak", "predicted peak", unit=2**20),
+            f"{row['predicted peak'] / row['measured peak']:.3f}",
+        )
     console.print(table)
+    for row in rows:
+        if "refused" in row:
+            console.print(f"{row['plan']}: {row['refused']}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

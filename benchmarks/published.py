@@ -44,6 +44,7 @@ GIB = 2**30
 
 LLAMA2_7B = LlamaConfig(layers=32, dim=4096, heads=32, kv_heads=32, ffn_dim=11008, vocab=32000)
 GPT_175B = MPTConfig(layers=96, dim=12288, heads=96, seq=512)
+GPT_1T = MPTConfig(layers=128, dim=25600, heads=200)
 
 BF16_REDUCED_IN_F32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -171,6 +172,8 @@ ROWS = [
     _foundry_70b(hardware=HARDWARE["h100"], published=1039, published_mfu=0.4257),
     _foundry_70b(hardware=HARDWARE["a100-80"], published=410, published_mfu=0.5333, policy=BF16),
     _launch(lambda: MPT(GPT_175B), "GPT-175B", batch=20, seq=512, published=159e12),
+    _launch(lambda: MPT(GPT_1T), "GPT-1T", batch=4, seq=2048, published=84e12),
+    _launch(lambda: MPT(GPT_1T), "GPT-1T", batch=2, seq=2048, published=84e12, micro_batches=2),
 ]
 
 

@@ -268,6 +268,9 @@ def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..
     return boxed_nop(torch.fx.GraphModule(graph, copied), list(inputs))
 
 
+_OURS = (ConfigError, PassError, VerifyError)  # what Dynamo wraps in an error of its own when a backend raises it
+
+
 class _Captured(Exception):
     """Ends a compilation as soon as its graphs are known."""
 
@@ -301,7 +304,7 @@ def capture_only(
     except BackendCompilerFailed as e:
         if isinstance(e.inner_exception, _Captured):
             return e.inner_exception.graphs
-        if isinstance(e.inner_exception, (ConfigError, PassError, VerifyError)):
+        if isinstance(e.inner_exception, _OURS):
             raise e.inner_exception from None
         raise
     except TorchDynamoException as e:
@@ -310,8 +313,18 @@ def capture_only(
 
 
 def compile_module(model: torch.nn.Module, **options: Any) -> None:
-    """`model.compile(**options)`, but with the hooks of `model` itself in the graph."""
-    model._compiled_call_impl = torch.compile(_calling(model), **options)
+    """`model.compile(**options)`, but with the hooks of `model` itself in the graph, and our errors as they are."""
+    compiled = torch.compile(_calling(model), **options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except BackendCompilerFailed as e:
+            if isinstance(e.inner_exception, _OURS):
+                raise e.inner_exception from None
+            raise
+
+    model._compiled_call_impl = call
 
 
 def _calling(model: torch.nn.Module, prefix: str = "") -> Callable[..., Any]:

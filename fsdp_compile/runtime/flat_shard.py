@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError
 from ..layout import Layout, Slot
 from .gradients import Accumulation, hand_over_gradients
+from .optimizers import install_hooks
 from .views import local_tensor, local_view, rows_of_rank, shard_placements, sharded_tensor
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class FlatShard:
         cls, flat: torch.Tensor, layout: Layout, owners: list[tuple[nn.Module, str]], mesh: DeviceMesh
     ) -> FlatShard:
         """The shard with the values in `flat`, and new parameters."""
+        install_hooks()
         parameters = []
         for slot in layout.slots:
             local = local_view(flat, layout, slot, mesh)

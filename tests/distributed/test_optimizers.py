@@ -1,10 +1,14 @@
 """Optimizers built before and after sharding, and gradient clipping."""
 
+import copy
 import functools
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from fsdp_compile import ConfigError, fsdp_compile, shard
 from tests.distributed.training import (
@@ -62,6 +66,135 @@ def test_an_optimizer_of_another_model_is_left_alone(world_size):
     train(other, optimizer, [1])
     train(expected, expected_optimizer, [1])
     assert_same_parameters(other, expected)
+
+
+class NoDTensors(TorchDispatchMode):
+    """In which no operator gets a DTensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not any(issubclass(found, DTensor) for found in types), func
+        return func(*args, **(kwargs or {}))
+
+
+def fallback(base):
+    """A subclass, which might do anything, computes with DTensors."""
+    return type(f"Own{base.__name__}", (base,), {})
+
+
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, amsgrad=True, weight_decay=0.1),
+    "adamw": adamw,
+    "adamw_foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True),
+    "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-3),
+    "adadelta": torch.optim.Adadelta,
+    "adamax": lambda parameters: torch.optim.Adamax(parameters, lr=1e-3),
+    "asgd": torch.optim.ASGD,
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-3),
+    "radam": lambda parameters: torch.optim.RAdam(parameters, lr=1e-3),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.5, centered=True),
+    "own": lambda parameters: fallback(torch.optim.AdamW)(parameters, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2)
+def test_optimizers_of_torch_train_as_without_sharding(world_size, name):
+    expected, model = build("few_rows"), compiled(build("few_rows"))
+    expected_optimizer, optimizer = (OPTIMIZERS[name](found.parameters()) for found in (expected, model))
+    train(expected, expected_optimizer, STEPS, batch=global_batch)
+    train(model, optimizer, STEPS)
+
+    assert_same_parameters(model, expected)
+    for parameter, of_expected in zip(model.parameters(), expected.parameters(), strict=True):
+        state, expected_state = optimizer.state[parameter], expected_optimizer.state[of_expected]
+        assert state.keys() == expected_state.keys()
+        for key, value in expected_state.items():
+            assert isinstance(state[key], DTensor) == bool(value.dim())
+            assert_close(full(state[key]), value)
+    assert len(optimizer.state) == len(expected_optimizer.state)
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+@on_ranks(2)
+def test_steps_compute_with_plain_tensors(world_size, name):
+    model = compiled(build("few_rows"))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, [0])  # states begin as DTensors
+    model(*batch_of_rank(model, 1)).backward()
+    with NoDTensors():
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+@on_ranks(2)
+def test_gradients_of_another_placement_are_still_dtensors_in_a_step(world_size, name):
+    expected, model = build("odd_mlp"), compiled(build("odd_mlp"))
+    optimizers = [OPTIMIZERS[name](found.parameters()) for found in (expected, model)]
+    for step in STEPS:
+        expected(*global_batch(expected, step)).backward()
+        model(*batch_of_rank(model, step)).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, expected)
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+@on_ranks(2)
+def test_an_optimizer_is_saved_and_copied_as_any_other(world_size, name):
+    model = compiled(build("odd_mlp"))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, STEPS)
+    assert optimizer.__getstate__().keys() == {"defaults", "state", "param_groups"}
+    expected = copy.deepcopy(model)
+    expected_optimizer = OPTIMIZERS[name](expected.parameters())
+    # load_state_dict takes the tensors that it is given
+    expected_optimizer.load_state_dict(tree_map_only(torch.Tensor, torch.clone, optimizer.state_dict()))
+    train(expected, expected_optimizer, [4, 5])
+    train(model, optimizer, [4, 5])
+    assert_same_parameters(model, expected)
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+@on_ranks(2)
+def test_a_step_that_raises_loses_nothing(world_size, name):
+    """Of two groups the second raises: the first has been stepped, and its states are where they belong."""
+    expected, model = build("odd_mlp"), compiled(build("odd_mlp"))
+    optimizers = []
+    for found in (expected, model):
+        first, *others = found.parameters()
+        optimizers.append(OPTIMIZERS[name]([{"params": [first]}, {"params": others}]))
+    expected(*global_batch(expected, 0)).backward()
+    model(*batch_of_rank(model, 0)).backward()
+    for optimizer in optimizers:
+        rate, optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"], "much"
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[1]["lr"] = rate
+        optimizer.step()
+    first, of_expected = next(model.parameters()), next(expected.parameters())
+    assert_close(full(first), of_expected)
+    for key, value in optimizers[0].state[of_expected].items():
+        assert_close(full(optimizers[1].state[first][key]), value)
+
+
+@on_ranks(2)
+def test_a_compiled_step_trains_the_model(world_size):
+    expected, _ = train_unsharded("odd_mlp", STEPS)
+    model = compiled(build("odd_mlp"))
+    optimizer = adamw(model.parameters())
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for number in STEPS:
+        model(*batch_of_rank(model, number)).backward()
+        step()
+        optimizer.zero_grad()
+    assert_same_parameters(model, expected)
 
 
 @pytest.mark.parametrize("name", ["gpt", "odd_mlp", "odd_parameters", "few_rows"])

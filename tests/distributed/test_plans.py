@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compile import fsdp_compile
+from fsdp_compile import ConfigError, fsdp_compile
 from fsdp_compile.costs import HARDWARE, Link
 from fsdp_compile.passes import ops
 from tests.distributed.training import (
@@ -83,7 +83,7 @@ def test_ranks_with_different_rows_follow_the_plan_of_the_first(world_size):
 @on_ranks(2)
 def test_a_budget_that_is_too_small_says_so_on_every_rank(world_size):
     model = fsdp_compile(build("gpt"), backend="aot_eager", hardware=SLOW, memory_budget="100 KiB")
-    with pytest.raises(Exception, match=r"memory_budget of .* are missing"):
+    with pytest.raises(ConfigError, match=r"memory_budget of .* are missing"):
         model(*batch_of_rank(model, 0))
     dist.barrier()
 
