@@ -16,7 +16,7 @@ from .layout import Layout
 from .passes import ops
 from .runtime.collectives import gather_chunk
 from .runtime.flat_shard import FlatShard
-from .runtime.views import laid_out_as, local_tensor, local_view, rows_of_rank
+from .runtime.views import laid_out_as, local_tensor, local_views, rows_of_rank
 from .sharding import Sharding, sharding_of
 
 
@@ -150,9 +150,9 @@ def _gather_bucket(shard: FlatShard, options: SummonOptions) -> list[Full]:
 
 def _flat_gradient(shard: FlatShard) -> torch.Tensor:
     flat = torch.zeros_like(shard.data)
-    for slot, parameter in zip(shard.layout.slots, shard.parameters, strict=True):
+    for view, parameter in zip(local_views(flat, shard.layout, shard.mesh), shard.parameters, strict=True):
         if parameter.grad is not None:
-            local_view(flat, shard.layout, slot, shard.mesh).copy_(_local(parameter.grad))
+            view.copy_(_local(parameter.grad))
     return flat
 
 

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..layout import Layout, Slot
 from .gradients import Accumulation, hand_over_gradients
 from .optimizers import install_hooks
-from .views import local_tensor, local_view, rows_of_rank, shard_placements, sharded_tensor
+from .views import local_tensor, local_views, rows_of_rank, shard_placements, sharded_tensor
 
 if TYPE_CHECKING:
     from ..reading import Read
@@ -62,8 +62,8 @@ class FlatShard:
     ) -> FlatShard:
         """Shard `originals`, one full tensor for each slot."""
         flat = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device, pin_memory=pin_memory)
-        for slot, original in zip(layout.slots, originals, strict=True):
-            local_view(flat, layout, slot, mesh).copy_(rows_of_rank(original, layout, mesh))
+        for view, original in zip(local_views(flat, layout, mesh), originals, strict=True):
+            view.copy_(rows_of_rank(original, layout, mesh))
         return cls.around(flat, layout, owners, mesh)
 
     @classmethod
@@ -73,8 +73,7 @@ class FlatShard:
         """The shard with the values in `flat`, and new parameters."""
         install_hooks()
         parameters = []
-        for slot in layout.slots:
-            local = local_view(flat, layout, slot, mesh)
+        for slot, local in zip(layout.slots, local_views(flat, layout, mesh), strict=True):
             sharded = sharded_tensor(local, mesh, shard_placements(mesh, layout), slot.shape)
             parameters.append(nn.Parameter(sharded, requires_grad=layout.requires_grad))
         shard = cls(layout, mesh, parameters, owners)
@@ -113,8 +112,8 @@ class FlatShard:
         dtype, device = kinds.pop()
         with torch.no_grad():
             flat = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-            for slot, parameter, local in zip(self.layout.slots, self.parameters, locals_, strict=True):
-                view = local_view(flat, self.layout, slot, self.mesh)
+            views = local_views(flat, self.layout, self.mesh)
+            for view, parameter, local in zip(views, self.parameters, locals_, strict=True):
                 view.copy_(local)
                 parameter._local_tensor = view  # type: ignore[attr-defined]
         self._hold(flat)

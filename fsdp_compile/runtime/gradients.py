@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ..layout import Layout
 from .collectives import reduce_packed
 from .modules import not_captured
-from .views import local_view
+from .views import local_views
 
 if TYPE_CHECKING:
     from .flat_shard import FlatShard
@@ -141,9 +141,9 @@ def _hand_over(shard: FlatShard) -> None:
 
 def _give(shard: FlatShard, flat: torch.Tensor, offsets: set[int]) -> None:
     """Views of `flat` to the parameters at these offsets."""
-    for slot, parameter in zip(shard.layout.slots, shard.parameters, strict=True):
+    views = local_views(flat, shard.layout, shard.mesh)
+    for slot, view, parameter in zip(shard.layout.slots, views, shard.parameters, strict=True):
         if slot.offset in offsets and parameter.requires_grad:
-            view = local_view(flat, shard.layout, slot, shard.mesh)
             _accumulate(parameter, DTensor(view, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -44,15 +45,18 @@ def sharded_tensor(
     return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
-def local_view(flat: torch.Tensor, layout: Layout, slot: Slot, mesh: DeviceMesh) -> torch.Tensor:
-    """The rows of a parameter that belong to this rank, as a view into a tensor laid out as the shard."""
-    if layout.shards.size == 1:
-        return flat[slot.offset : slot.offset + torch.Size(slot.shape).numel()].view(slot.shape)
-    rows = ops.shard_rows(slot.shape, layout.shards.size)
-    num_local = max(0, min(rows, slot.shape[0] - shard_rank(layout, mesh) * rows))
-    inner = slot.shape[1:]
-    numel = num_local * torch.Size(inner).numel()
-    return flat[slot.offset : slot.offset + numel].view(num_local, *inner)
+def local_views(flat: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> list[torch.Tensor]:
+    """The rows of each parameter that belong to this rank, as views into a tensor laid out as the shard."""
+    size, rank = layout.shards.size, shard_rank(layout, mesh)
+    return [_rows(flat, slot, size, rank) for slot in layout.slots]
+
+
+def _rows(flat: torch.Tensor, slot: Slot, size: int, rank: int) -> torch.Tensor:
+    if size == 1:
+        return flat.narrow(0, slot.offset, math.prod(slot.shape)).view(slot.shape)
+    rows, inner = ops.shard_rows(slot.shape, size), slot.shape[1:]
+    num_local = max(0, min(rows, slot.shape[0] - rank * rows))
+    return flat.narrow(0, slot.offset, num_local * math.prod(inner)).view(num_local, *inner)
 
 
 def rows_of_rank(full: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
