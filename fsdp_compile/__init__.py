@@ -1,7 +1,7 @@
 """Fully sharded data parallelism as a compiler pass: `fsdp_compile(model)`."""
 
 from .api import fsdp_compile, rewrite, shard
-from .errors import CaptureError, ConfigError, PassError, VerifyError
+from .errors import CaptureError, ConfigError, PassError, RankError, VerifyError
 from .graphs import RewrittenGraph, RewrittenGraphs
 from .sharded_module import register_fsdp_forward_method
 
@@ -9,6 +9,7 @@ __all__ = [
     "CaptureError",
     "ConfigError",
     "PassError",
+    "RankError",
     "RewrittenGraph",
     "RewrittenGraphs",
     "VerifyError",

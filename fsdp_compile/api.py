@@ -27,6 +27,7 @@ from .layout import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
 from .passes import ops
 from .precision import find_precision, install_casts
 from .reading import off_meta, reading_copy
+from .runtime.agreement import agreement_of
 from .runtime.groups import device_of, num_shards_of, resolve_mesh
 from .scheduling import Goal, Planner
 from .sharded_module import become_sharded
@@ -41,6 +42,7 @@ from .sharding import (
     shard_parameters,
     sharding_of,
 )
+from .statements import statement_of_plan
 from .strategies import Auto, best_strategy, candidates, check_example_inputs, check_open, first_ranks_choice, is_auto
 from .units import Unit, find_units
 
@@ -241,6 +243,8 @@ def shard(
     if schedule.memory_budget is not None and schedule.hardware is None:
         found = _hardware_at_hand(plan.compute_device, resolved, local_world_size)
         plan = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, hardware=found))
+    if (agreement := agreement_of(resolved)) is not None:
+        agreement.agree(statement_of_plan(plan))
     sharding = shard_parameters(model, plan)
     sharding.reason = reason
     adopt(model, parts, sharding)

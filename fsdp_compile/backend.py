@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .passes.pipeline import Pipeline
 from .runtime import kernels  # noqa: F401  registers the kernels of the operators in captured graphs
+from .runtime.agreement import Agreement, Line
 from .runtime.flat_shard import FlatShard
 from .runtime.gradients import note_gradients_of, take_accumulated
 from .sharding import Sharding, sharding_of
+from .statements import groups_of, statement_of_graphs
 
 Compiled = Callable[..., Any]
 
@@ -74,8 +77,10 @@ def compile_graph(
             shards_of_bucket.setdefault(shard.layout.bucket, []).append(weakref.ref(shard))
 
     references = [weakref.ref(sharding) for sharding in shardings]
+    agreed = _Agreed([found for found in dict.fromkeys(sharding.agreement for sharding in shardings) if found])
 
     def on_graphs(graphs: RewrittenGraphs) -> None:
+        agreed.compare(graphs)
         for sharding in filter(None, [reference() for reference in references]):
             sharding.graphs.append(graphs)
 
@@ -89,8 +94,32 @@ def compile_graph(
 
     pipeline, plan = _common_pipeline(shardings, config)
     generates_code = config.backend == "inductor"
-    capture = Capture(pipeline, plan, on_graphs, on_backward, generates_code, dict(config.options or {}))
+    capture = Capture(
+        pipeline, plan, on_graphs, on_backward, agreed.running, generates_code, dict(config.options or {})
+    )
     return capture.compile(gm, example_inputs)
+
+
+@dataclasses.dataclass
+class _Agreed:
+    """A graph, between the ranks of the models whose parameters it reads."""
+
+    agreements: list[Agreement]
+    statement: list[Line] = dataclasses.field(default_factory=list)
+
+    def compare(self, graphs: RewrittenGraphs) -> None:
+        """Once it is rewritten; RankError if another rank's has other collectives."""
+        self.statement = statement_of_graphs(graphs)
+        for agreement in self.agreements if self.statement else ():
+            agreement.agree_on_graph(self.statement, groups_of(graphs))
+
+    @contextmanager
+    def running(self, is_forward: bool) -> Iterator[None]:
+        """While it runs, or its backward does."""
+        with ExitStack() as stack:
+            for agreement in self.agreements if self.statement else ():
+                stack.enter_context(agreement.running(self.statement if is_forward else ()))
+            yield
 
 
 def _shardings(example_inputs: Sequence[Any]) -> list[Sharding]:

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from .errors import CaptureError, ConfigError, PassError, VerifyError
+from .errors import CaptureError, ConfigError, PassError, RankError, VerifyError
 from .graphs import Draft, RewrittenGraphs
 from .passes import analysis, ops
 from .passes.partition_joint import Halves
@@ -70,6 +71,7 @@ class Capture:
         on_graphs: called with the rewritten graphs before they are compiled.
         on_backward: called whenever a compiled backward runs, with what it does and its arguments by name; it may
             replace these.
+        running: a context for a forward, or not, while its compiled graph runs.
         generates_code: whether Inductor compiles the graphs, or they run as they are.
         options: Inductor's, by name.
     """
@@ -78,6 +80,7 @@ class Capture:
     plan: MakePlan | None
     on_graphs: Callable[[RewrittenGraphs], None]
     on_backward: Callable[[Sequence[BucketGradient], dict[str, Any]], None]
+    running: Callable[[bool], AbstractContextManager[None]] = lambda is_forward: nullcontext()
     generates_code: bool = True
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -106,7 +109,13 @@ class Capture:
             patches["fallback_random"] = True  # the random numbers of eager
         # A hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`.
         with torch._functorch.config.patch(enable_autograd_cache=False), capturing():
-            return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)  # type: ignore[return-value]
+            compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+
+        def run(*arguments: Any) -> Any:
+            with self.running(True):
+                return compiled(*arguments)
+
+        return run
 
     def _rewrite_inference(self, gm: torch.fx.GraphModule) -> None:
         def draft(pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
@@ -126,7 +135,8 @@ class Capture:
             self.on_backward(gradients, value_of_name)
             arguments[:] = value_of_name.values()
             value_of_name.clear()  # the compiled code frees its arguments as early as it can
-            return compiled(arguments)
+            with self.running(False):
+                return compiled(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
         return run
@@ -268,7 +278,12 @@ def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..
     return boxed_nop(torch.fx.GraphModule(graph, copied), list(inputs))
 
 
-_OURS = (ConfigError, PassError, VerifyError)  # what Dynamo wraps in an error of its own when a backend raises it
+_OURS = (
+    ConfigError,
+    PassError,
+    RankError,
+    VerifyError,
+)  # what Dynamo wraps in an error of its own when a backend raises it
 
 
 class _Captured(Exception):

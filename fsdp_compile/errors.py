@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .passes.errors import PassError, VerifyError
 
-__all__ = ["CaptureError", "ConfigError", "PassError", "VerifyError"]
+__all__ = ["CaptureError", "ConfigError", "PassError", "RankError", "VerifyError"]
 
 
 class ConfigError(ValueError):
@@ -13,3 +13,7 @@ class ConfigError(ValueError):
 
 class CaptureError(RuntimeError):
     """The model could not be traced as one graph."""
+
+
+class RankError(RuntimeError):
+    """The ranks would not run the same collectives. Every rank raises it; it names who differs, and in what."""

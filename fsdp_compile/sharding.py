@@ -24,6 +24,7 @@ from .passes.pipeline import Pipeline
 from .passes.plan import StepPlan
 from .precision import Precision, install_casts
 from .reading import LocalRead, Read, Running, install_reads
+from .runtime.agreement import Agreement, agreement_of
 from .runtime.flat_shard import FlatShard
 from .runtime.gradients import carry_hooks
 from .runtime.groups import axes_of, device_of, first_ranks, is_nccl, num_shards_of, part_of
@@ -95,6 +96,11 @@ class Sharding:
             return first_ranks(mesh, f"plan {number} {program}", make)
 
         return Planner(options, goal, self.plans, agree)
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """Between the ranks of this model; None with a single one."""
+        return agreement_of(self.mesh)
 
     @property
     def _is_grouped(self) -> bool:

@@ -33,6 +33,14 @@ def overlapping_group(group: dist.ProcessGroup, device_type: str) -> dist.Proces
     return _groups[group]
 
 
+def close(name: Any) -> None:
+    """Let go of a group that was made here: where another rank waits for this one in it, that raises."""
+    for group, made in list(_groups.items()):
+        if made is not group and made.group_name == name:
+            torch._C._distributed_c10d._unregister_process_group(name)
+            del _groups[group]
+
+
 def _direct(group: dist.ProcessGroup, options: Any, device_type: str) -> dist.ProcessGroup:
     gloo: Any = distributed_c10d.ProcessGroupGloo
     name: Any = f"{group.group_name}/fsdp_compile"

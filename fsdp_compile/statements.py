@@ -1,0 +1,79 @@
+"""Statements: what a rank is about to do, line by line, for all ranks to compare (`runtime.agreement`).
+
+They hold what the ranks have to have in common, and nothing that may differ: neither the shapes of inputs nor what is
+computed with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch.fx
+
+from .graphs import RewrittenGraph, RewrittenGraphs
+from .passes import ops
+from .runtime.agreement import Line
+
+if TYPE_CHECKING:
+    from .sharding import Plan
+
+_FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n\s*(.*)')
+
+
+def statement_of_graphs(graphs: RewrittenGraphs) -> list[Line]:
+    """The collectives of a forward and its backward, in order."""
+    sides = [side for side in (graphs.forward, graphs.backward) if side is not None]
+    return [line for side in sides for line in _collectives(side)]
+
+
+def groups_of(graphs: RewrittenGraphs) -> set[str]:
+    """The names of the process groups of their collectives."""
+    sides = [side for side in (graphs.forward, graphs.backward) if side is not None]
+    return {ops.argument(node, "group") for side in sides for node in side.graph.nodes if ops.is_collective(node)}
+
+
+def statement_of_plan(plan: Plan) -> list[Line]:
+    """How a model is sharded: every parameter of every unit, and the options that decide about collectives."""
+    lines = [
+        Line(
+            f"parameter {name} of the unit {unit.name}: {tuple(parameter.shape)}, {parameter.dtype}, "
+            f"{'trained' if parameter.requires_grad else 'frozen'}"
+        )
+        for unit in plan.units
+        for name, parameter in unit.parameters
+    ]
+    lines += [
+        Line(f"the policy of {name}: {plan.precision.policy_of_parameter[name]}")
+        for unit in plan.units
+        for name, _ in unit.parameters
+        if name in plan.precision.policy_of_parameter
+    ]
+    options = (plan.strategy, plan.schedule, plan.reduction, plan.offload, plan.sync_module_states)
+    return [*lines, *(Line(f"options: {option}") for option in options)]
+
+
+def _collectives(side: RewrittenGraph) -> Iterator[Line]:
+    for node in side.graph.nodes:
+        if ops.is_collective(node):
+            name = str(node.target).removeprefix("fsdp.").removesuffix(".default")
+            value = node.meta["val"]
+            yield Line(
+                f"{name} of {ops.argument(node, 'bucket')} in the {side.title}, {value.numel()} elements of "
+                f"{str(value.dtype).removeprefix('torch.')} over {ops.argument(node, 'world_size')} ranks",
+                _source(node),
+            )
+
+
+def _source(collective: torch.fx.Node) -> str:
+    """The line of the model that uses what is gathered, or computes what is reduced."""
+    is_gather = ops.is_all_gather(collective)
+    seen, found = {collective}, [collective]
+    for node in found:
+        if frames := _FRAME.findall(node.meta.get("stack_trace") or ""):
+            path, line, code = frames[-1]
+            return f"{path}:{line}: {code.strip()}"
+        found += [near for near in (node.users if is_gather else node.all_input_nodes) if near not in seen]
+        seen.update(found)
+    return ""

@@ -1,0 +1,182 @@
+"""Ranks that would not run the same collectives: an error on all of them, soon, and nothing where they may differ."""
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compile import RankError, fsdp_compile
+from fsdp_compile.runtime.agreement import agreement_of
+from fsdp_compile.sharding import sharding_of
+from tests import ranks
+from tests.distributed.training import adamw, assert_same_parameters
+from tests.ranks import on_ranks, run_on_ranks
+
+SOON = 30.0  # seconds
+
+
+class Blocks(nn.Module):
+    """Rows of `dim` numbers; `order` says which blocks they go through."""
+
+    def __init__(self, dim=8, num_blocks=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(dim, dim), nn.Tanh()) for _ in range(num_blocks))
+
+    def forward(self, x, order=(0, 1, 2)):
+        for index in order:
+            x = self.blocks[index](x)
+        return x.square().mean()
+
+
+def made(**options):
+    torch.manual_seed(0)
+    return Blocks(**options)
+
+
+def renamed():
+    model = made()
+    model.layers = model.blocks
+    del model.blocks
+    return model
+
+
+def frozen():
+    model = made()
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def reordered():
+    model = made()
+    first, *others = model.blocks
+    first.register_parameter("scale", nn.Parameter(torch.ones(8)))
+    model.blocks = nn.ModuleList([*others, first])
+    return model
+
+
+OTHERS = {
+    "names": (renamed, {}, "layers.0.0.weight"),
+    "shapes": (lambda: made(dim=16), {}, r"\(16, 16\)"),
+    "dtypes": (lambda: made().double(), {}, "float64"),
+    "flags": (frozen, {}, "frozen"),
+    "number": (lambda: made(num_blocks=4), {}, "blocks.3.0.weight"),
+    "order": (reordered, {}, "blocks.2.scale"),
+    "policy": (made, {"auto_wrap_policy": [nn.Linear]}, "of the unit blocks.0.0"),
+    "options": (made, {"forward_prefetch": 2}, "forward_prefetch=2"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+@on_ranks(2)
+def test_ranks_with_different_models_raise_before_anything_is_changed(world_size, what):
+    other, options, text = OTHERS[what]
+    model, options = (made(), {}) if dist.get_rank() == 0 else (other(), options)
+    before = copy.deepcopy(model)
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 0 and rank 1 differ, first in number \d+") as caught:
+        fsdp_compile(model, backend="aot_eager", **options)
+    assert time.monotonic() - begin < SOON
+    assert text.replace("\\", "") in str(caught.value)
+    assert type(model) is Blocks
+    assert_same_parameters(model, before)
+
+
+def train(model, batches, orders):
+    optimizer = adamw(model.parameters())
+    for batch, order in zip(batches, orders, strict=True):
+        model(batch, order).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_ranks_that_take_different_branches_at_first_raise(world_size):
+    model = fsdp_compile(made(), backend="aot_eager")
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        model(torch.ones(4, 8), (0, 1, 2) if dist.get_rank() == 0 else (0, 2, 1))
+    assert time.monotonic() - begin < SOON
+    first, line_0, line_1, _ = str(caught.value).splitlines()
+    assert "rank 0" in first and "rank 1" in first
+    assert "all_gather of blocks.1" in line_0 and "all_gather of blocks.2" in line_1
+    assert "test_agreement.py" in line_0 or "linear.py" in line_0
+
+
+def branch_at_a_later_step(backend, with_backward):
+    """Rank 1 alone takes another branch at its fourth step, while rank 0 runs what it has run before."""
+    model = fsdp_compile(made(), backend=backend)
+    batches = [torch.ones(4, 8)] * 3
+    train(model, batches, [(0, 1, 2)] * 3)
+    begin = time.monotonic()
+    try:
+        loss = model(torch.ones(4, 8), (0, 2) if dist.get_rank() == 1 else (0, 1, 2))
+        if with_backward:
+            loss.backward()
+    except RankError as e:
+        try:
+            model(torch.ones(4, 8))
+        except RankError as again:
+            return str(e), str(again), time.monotonic() - begin
+    return None
+
+
+def come_late():
+    """Rank 1 does not call the model before rank 0 has stopped waiting."""
+    model = fsdp_compile(made(), backend="aot_eager")
+    agreement_of(sharding_of(model).mesh).limit = 2.0
+    if dist.get_rank() == 1:
+        dist.barrier()
+    try:
+        model(torch.ones(4, 8))
+    except RankError as e:
+        return str(e)
+    finally:
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+
+def parted(function, *args):
+    """The results of a function after which the ranks do not go on together."""
+    try:
+        return run_on_ranks(2, function, *args)
+    finally:
+        if 2 in ranks._pools:
+            ranks._pools.pop(2).stop()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_a_rank_that_takes_another_branch_at_a_later_step_stops_all(backend, with_backward):
+    results = parted(branch_at_a_later_step, backend, with_backward)
+    for text, again, seconds in results:
+        assert text == again == results[0][0]
+        assert "blocks.1" in text and "blocks.2" in text
+        assert seconds < SOON
+
+
+def test_a_rank_that_does_not_come_is_named():
+    for text in parted(come_late):
+        assert "rank 1 has not come to where rank 0 is within 2 s" in text
+
+
+@on_ranks(2)
+def test_ranks_with_batches_of_different_sizes_train_undisturbed(world_size):
+    expected, model = made(), fsdp_compile(made(), backend="aot_eager")
+    optimizer, expected_optimizer = adamw(model.parameters()), adamw(expected.parameters())
+    generator = torch.Generator().manual_seed(0)
+    agreement = agreement_of(sharding_of(model).mesh)
+    numbers = []
+    for _ in range(20):
+        sizes = torch.randint(1, 9, (world_size,), generator=generator).tolist()
+        batches = [torch.randn(size, 8, generator=generator) for size in sizes]
+        model(batches[dist.get_rank()]).backward()
+        (sum(expected(batch) for batch in batches) / world_size).backward()
+        for found in (optimizer, expected_optimizer):
+            found.step()
+            found.zero_grad()
+        numbers.append(agreement._num_compared)
+    assert_same_parameters(model, expected)
+    assert len(set(numbers)) == 1  # nothing was compared after the first step
