@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -83,7 +83,13 @@ class ShardedModule:
 
     @not_captured
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fsdp_sharding.running.run(super().__call__, args, kwargs, is_step=True)  # type: ignore[misc]
+        try:
+            return self._fsdp_sharding.running.run(super().__call__, args, kwargs, is_step=True)  # type: ignore[misc]
+        except Exception as e:
+            with suppress(RuntimeError):  # the process group may be gone, and that is not what is wrong
+                if (agreement := self._fsdp_sharding.agreement) is not None:
+                    agreement.tell(e)
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)  # type: ignore[misc]

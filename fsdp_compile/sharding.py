@@ -24,7 +24,7 @@ from .passes.pipeline import Pipeline
 from .passes.plan import StepPlan
 from .precision import Precision, install_casts
 from .reading import LocalRead, Read, Running, install_reads
-from .runtime.agreement import Agreement, agreement_of
+from .runtime.agreement import Agreement, Line, agreement_of
 from .runtime.flat_shard import FlatShard
 from .runtime.gradients import carry_hooks
 from .runtime.groups import axes_of, device_of, first_ranks, is_nccl, num_shards_of, part_of
@@ -90,9 +90,11 @@ class Sharding:
         options = options_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
         goal = Goal(self.schedule.hardware, self.schedule.memory_budget, compiler.backend)  # type: ignore[arg-type]
 
-        mesh, number = self.mesh, self.number
+        mesh, number, agreement = self.mesh, self.number, self.agreement
 
         def agree(program: str, make: Callable[[], str]) -> str:
+            if agreement is not None:
+                agreement.agree([Line(f"a program that reads {name}") for name in program.split()])
             return first_ranks(mesh, f"plan {number} {program}", make)
 
         return Planner(options, goal, self.plans, agree)

@@ -36,6 +36,12 @@ from . import gloo
 _TICK = 1.0
 """Seconds between two looks of the thread."""
 
+_LOST = "Connection closed by peer", "Connection reset by peer"
+"""What gloo says (torch 2.11 to 2.13) when another process is gone."""
+
+_PATIENCE = 10.0
+"""Seconds for which a rank waits for one that has raised, before it gives up."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Line:
@@ -89,6 +95,9 @@ class Agreement:
         self._is_comparing = False
         self._groups: set[str] = set()
         self._running: Statement = ()
+        self._num_entered = 0
+        self._has_told = False
+        self._waits_since: float | None = None
 
     def agree_on_graph(self, statement: Statement, groups: Iterable[str]) -> None:
         """Before a graph runs for the first time; `groups` are the names of the process groups of its collectives.
@@ -128,16 +137,39 @@ class Agreement:
             RankError: the ranks have parted, before this or meanwhile.
         """
         self._raise_failure()
+        if self._has_told:
+            self._store.delete_key(_key("raised", self.rank))
+            self._has_told = False
         if statement:
             self._running = statement
             self.num_run += 1
+        self._num_entered += 1
         try:
             yield
-        except RuntimeError as e:
-            self._listen()  # another rank may have ended the groups
+        except Exception as e:
+            with contextlib.suppress(RuntimeError):  # the store may be gone, and that is not what is wrong
+                self._listen()  # another rank may have ended the groups
+                self.tell(e)
             if self.failure is not None:
                 raise RankError(self.failure) from e
+            if any(lost in str(e) for lost in _LOST):
+                text = f"a rank that rank {self.rank} waits for has ended, or lost its connection: {e}"
+                raise RankError(text) from e
             raise
+        finally:
+            self._num_entered -= 1
+
+    def tell(self, error: Exception) -> None:
+        """Say what this rank raised: others may wait for it.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        if self.failure is None and not self._has_told:
+            self._has_told = True
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._store.set(_key("raised", self.rank), json.dumps([self.num_run, text]))
+            self._store.set("raised", "")
 
     def look(self) -> None:
         """See whether the ranks have parted; called by the thread."""
@@ -149,9 +181,25 @@ class Agreement:
             behind = [rank for rank in self.ranks if said.has("run", rank) and said.num_run_of(rank) < num_run]
             # Still at the same comparison, this rank has run something else where others are about to run what is new.
             if behind and said.number == self._num_compared and not self._is_comparing:
-                text = _difference(*said.first(), self.rank, running)
-                self._store.set("failure", text)
-                self._part(text)
+                self._say_and_part(_difference(*said.first(), self.rank, running))
+        self._look_for_the_absent()
+
+    def _look_for_the_absent(self) -> None:
+        """See whether this rank waits for one that has raised, which others may have done as well."""
+        told = _told(self._store, self.ranks) if self._store.check(["raised"]) and not self._has_told else {}
+        is_waiting = self._num_entered or self._is_comparing
+        waits_for = {rank: text for rank, (num, text) in told.items() if is_waiting or num < self.num_run}
+        if not waits_for:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = time.monotonic()
+        elif time.monotonic() - self._waits_since > _PATIENCE:
+            rank, text = min(waits_for.items())
+            self._say_and_part(f"rank {rank} has not come back since it raised {text}")
+
+    def _say_and_part(self, failure: str) -> None:
+        self._store.set("failure", failure)
+        self._part(failure)
 
     def _listen(self) -> None:
         """Part if another rank has said that the ranks have parted."""
@@ -175,6 +223,7 @@ class Agreement:
         deadline, pause = time.monotonic() + self.limit, 1e-3
         while not said.has(name):
             self._listen()
+            self._look_for_the_absent()
             if self.failure is None and time.monotonic() > deadline:
                 absent = ", ".join(str(rank) for rank in self.ranks if not said.has("run", rank))
                 text = (
@@ -182,8 +231,7 @@ class Agreement:
                     "have to shard the same models and to call them as often (the time limit is that of the store of "
                     "the process group)"
                 )
-                self._store.set("failure", text)
-                self._part(text)
+                self._say_and_part(text)
             self._raise_failure()
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
@@ -227,7 +275,16 @@ class _Comparison:
             self.store.set(self._key("other"), _to_json(rank, statement))
 
     def _key(self, *names: object) -> str:
-        return "/".join(map(str, (self.number, *names)))
+        return _key(self.number, *names)
+
+
+def _key(*names: object) -> str:
+    return "/".join(map(str, names))
+
+
+def _told(store: Any, ranks: Iterable[int]) -> dict[int, tuple[int, str]]:
+    """How many graphs a rank had begun to run when it raised what."""
+    return {rank: json.loads(store.get(_key("raised", rank))) for rank in ranks if store.check([_key("raised", rank)])}
 
 
 def _digest(statement: Statement) -> str:

@@ -1,6 +1,7 @@
 """Ranks that would not run the same collectives: an error on all of them, soon, and nothing where they may differ."""
 
 import copy
+import functools
 import time
 
 import pytest
@@ -105,9 +106,9 @@ def test_ranks_that_take_different_branches_at_first_raise(world_size):
     assert "test_agreement.py" in line_0 or "linear.py" in line_0
 
 
-def branch_at_a_later_step(backend, with_backward):
+def branch_at_a_later_step(backend, with_backward, **options):
     """Rank 1 alone takes another branch at its fourth step, while rank 0 runs what it has run before."""
-    model = fsdp_compile(made(), backend=backend)
+    model = fsdp_compile(made(), backend=backend, **options)
     batches = [torch.ones(4, 8)] * 3
     train(model, batches, [(0, 1, 2)] * 3)
     begin = time.monotonic()
@@ -154,6 +155,14 @@ def test_a_rank_that_takes_another_branch_at_a_later_step_stops_all(backend, wit
     for text, again, seconds in results:
         assert text == again == results[0][0]
         assert "blocks.1" in text and "blocks.2" in text
+        assert seconds < SOON
+
+
+def test_a_rank_whose_branch_needs_a_plan_stops_all():
+    results = parted(functools.partial(branch_at_a_later_step, hardware="h100"), "aot_eager", True)
+    for text, again, seconds in results:
+        assert text == again == results[0][0]
+        assert "a program that reads" in text
         assert seconds < SOON
 
 

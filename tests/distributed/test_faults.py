@@ -1,0 +1,119 @@
+"""What the other ranks do when one is gone, or raises."""
+
+import json
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compile import RankError, fsdp_compile
+from fsdp_compile.runtime import agreement
+from tests import ranks
+from tests.distributed.training import adamw
+from tests.ranks import run_on_ranks
+
+LIMIT = 30.0  # seconds in which a survivor has to stop
+
+
+class Breaking(nn.Module):
+    """Two layers, between which something happens to a rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, happens):
+        x = self.first(x)
+        happens()
+        return self.second(x).square().mean()
+
+
+@torch.compiler.disable
+def nothing():
+    pass
+
+
+@torch.compiler.disable
+def die():
+    os._exit(7)
+
+
+@torch.compiler.disable
+def raise_error():
+    raise ValueError("bad rows")
+
+
+@torch.compiler.disable
+def run_out_of_memory():
+    torch.empty(1 << 60)
+
+
+def train(path, place, fault):
+    """Rank 1 has the fault at this place of its third step; what rank 0 sees of it goes to the file."""
+    agreement._PATIENCE = 2.0
+    model = fsdp_compile(Breaking(), backend="aot_eager")
+    optimizer = adamw(model.parameters())
+    x = torch.ones(4, 8)
+    begin = time.monotonic()
+    try:
+        for step in range(6):
+            happens = {place: fault} if step == 2 and dist.get_rank() == 1 else {}
+            happens.get("before", nothing)()
+            loss = model(x, happens.get("forward", nothing))
+            happens.get("between", nothing)()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            happens.get("after", nothing)()
+    except Exception as e:
+        seconds = time.monotonic() - begin
+        if dist.get_rank() == 0:
+            path.write_text(json.dumps([type(e).__name__, str(e), seconds]))
+        else:
+            time.sleep(LIMIT)  # its process goes on, and so do its connections
+        raise
+
+
+def seen_by_rank_0(path, *args):
+    with pytest.raises(Exception) as caught:
+        run_on_ranks(2, train, path, *args)
+    ranks._pools.pop(2, None)
+    assert path.exists(), caught.value
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("place", ["before", "forward", "between", "after"])
+def test_a_rank_that_dies_stops_the_others(tmp_path, place):
+    name, text, seconds = seen_by_rank_0(tmp_path / "seen", place, die)
+    assert name == RankError.__name__
+    assert "a rank that rank 0 waits for has ended, or lost its connection" in text
+    assert seconds < LIMIT
+
+
+@pytest.mark.parametrize("fault", [raise_error, run_out_of_memory])
+def test_a_rank_that_raises_in_its_forward_stops_the_others(tmp_path, fault):
+    name, text, seconds = seen_by_rank_0(tmp_path / "seen", "forward", fault)
+    assert name == RankError.__name__
+    assert "rank 1 has not come back since it raised" in text
+    assert ("bad rows" if fault is raise_error else "memory") in text
+    assert seconds < LIMIT
+
+
+def all_raise():
+    model = fsdp_compile(Breaking(), backend="aot_eager")
+    x = torch.ones(4, 8)
+    for _ in range(2):
+        model(x, nothing).backward()
+        with pytest.raises(ValueError, match="bad rows"):
+            model(x, raise_error)
+        with pytest.raises(RuntimeError, match="reduction dim"):
+            model(torch.ones(4, 9), nothing)
+    return model(x, nothing).item()
+
+
+def test_what_all_ranks_raise_stops_nobody():
+    first, second = run_on_ranks(2, all_raise)
+    assert first == second
