@@ -19,12 +19,12 @@ for name in ("odd_parameters", "gpt"):
 """
 
 
-def test_graphs_and_plans_are_the_same_for_all_hash_seeds():
+def test_graphs_and_plans_are_the_same_for_any_hash_seed():
     command = [sys.executable, "-c", SCRIPT]
     processes = [
         subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
-        for seed in ("0", "1", "31337")
+        for seed in ("0", "31337")
     ]
-    first, *others = [process.communicate(timeout=240)[0] for process in processes]
+    first, second = [process.communicate(timeout=240)[0] for process in processes]
     assert "all_gather" in first
-    assert others == [first, first]
+    assert first == second

@@ -148,8 +148,7 @@ def parted(function, *args):
             ranks._pools.pop(2).stop()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("with_backward", [True, False])
+@pytest.mark.parametrize("backend, with_backward", [("aot_eager", True), ("aot_eager", False), ("inductor", True)])
 def test_a_rank_that_takes_another_branch_at_a_later_step_stops_all(backend, with_backward):
     results = parted(branch_at_a_later_step, backend, with_backward)
     for text, again, seconds in results:

@@ -1,6 +1,5 @@
 """The verifier against illegal edits of good graphs: each kind, at random places."""
 
-import copy
 from random import Random
 
 import pytest
@@ -14,7 +13,7 @@ from fsdp_compile.passes.partition_joint import PartitionJoint
 from fsdp_compile.passes.verifier import Signature, verify, verify_crossing
 from tests.models import build
 from tests.passes.tiny import biased, rows, three_layers
-from tests.passes.tracing import trace
+from tests.passes.tracing import copy_of, trace
 
 PLACES = 100
 SIN = torch.ops.aten.sin.default
@@ -251,7 +250,7 @@ def test_every_illegal_edit_is_caught(graphs, edit):
     for _ in range(20 * PLACES):
         gm = random.choice(graphs)
         signature = Signature.of(gm)
-        edited = copy.deepcopy(gm)
+        edited = copy_of(gm)
         try:
             edit(edited.graph, random)
         except NoRoom:
@@ -269,7 +268,7 @@ def test_every_full_parameter_that_is_saved_is_caught():
     found, random = trace(three_layers(), rows()), Random("save a full parameter")
     backward = found.after(PartitionJoint, "backward").gm
     for _ in range(PLACES):
-        forward = copy.deepcopy(found.after(PartitionJoint).gm)
+        forward = copy_of(found.after(PartitionJoint).gm)
         unshards = {node for node in forward.graph.nodes if ops.is_call(node, ops.UNSHARD)}
         output = forward.graph.output_node()
         values = list(output.args[0])
