@@ -260,8 +260,10 @@ class _Comparison:
         self.store.set(self._key("run", rank), str(num_run))
         if self.store.add(self._key("arrived"), 1) == 1:
             self.store.set(self._key("first"), _to_json(rank, statement))
-        num_alike = self.store.add(self._key("digest", _digest(statement)), 1)
-        if self.store.add(self._key("count"), 1) == num_ranks:
+        digest = self._key("digest", _digest(statement))
+        self.store.add(digest, 1)
+        if self.store.add(self._key("count"), 1) == num_ranks:  # all digests have been counted
+            num_alike = self.store.add(digest, 0)
             self.store.set(self._key("result"), "same" if num_alike == num_ranks else "different")
 
     def num_run_of(self, rank: int) -> int:

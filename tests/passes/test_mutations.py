@@ -5,6 +5,7 @@ from random import Random
 import pytest
 import torch
 import torch.fx
+from hypothesis import settings
 
 from fsdp_compile import rewrite
 from fsdp_compile.passes import analysis, insert_free, ops
@@ -15,7 +16,8 @@ from tests.models import build
 from tests.passes.tiny import biased, rows, three_layers
 from tests.passes.tracing import copy_of, trace
 
-PLACES = 100
+# Profiles are in tests/conftest.py.
+PLACES = 100 if settings.get_current_profile_name() == "thorough" else 25
 SIN = torch.ops.aten.sin.default
 
 
