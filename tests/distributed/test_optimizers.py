@@ -103,7 +103,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
 def test_optimizers_of_torch_train_as_without_sharding(world_size, name):
-    expected, model = build("few_rows"), compiled(build("few_rows"))
+    expected, model = build("few_rows"), shard(build("few_rows"))
     expected_optimizer, optimizer = (OPTIMIZERS[name](found.parameters()) for found in (expected, model))
     train(expected, expected_optimizer, STEPS, batch=global_batch)
     train(model, optimizer, STEPS)
