@@ -6,8 +6,9 @@ Statements go through the store of the process group, not through a collective: 
 
 A rank can also run what was agreed on while another one is about to run something new (a branch taken on one rank
 only). It then stands in a collective that will never be complete. A thread of each process looks for that once a
-second: how many graphs each rank has run says that it is so, without a time limit. It ends the groups of this model,
-and what waits in them raises.
+second: how many graphs each rank has run says that it is so, without a time limit. A rank that raised something else
+in its forward or backward, and does not come back, leaves the others in a collective as well; it says what it raised.
+The thread ends the groups of this model, and what waits in them raises.
 """
 
 from __future__ import annotations
