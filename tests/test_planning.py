@@ -13,7 +13,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.planning import best_plan, front
 
 # Profiles are in tests/conftest.py. Parameters of a chain that is compared with all plans; numbers of long chains.
-MOST, NUM_LONG = (7, 200) if settings.get_current_profile_name() == "thorough" else (5, 10)
+MOST, NUM_LONG = (7, 1000) if settings.get_current_profile_name() == "thorough" else (5, 10)
 
 
 # Numbers are small integers and bandwidths powers of two: sums of seconds are exact, and equal is equal.
