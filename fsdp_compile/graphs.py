@@ -62,13 +62,17 @@ class RewrittenGraphs:
             plan,
         )
 
+    @property
+    def sides(self) -> list[RewrittenGraph]:
+        """The forward, and the backward if there is one."""
+        return [self.forward] if self.backward is None else [self.forward, self.backward]
+
     def schedule(self) -> str:
         """Both schedules as text."""
-        sides = [side for side in (self.forward, self.backward) if side is not None]
-        return "\n".join(side.schedule() for side in sides)
+        return "\n".join(side.schedule() for side in self.sides)
 
     def __str__(self) -> str:
-        return "\n\n".join(str(side) for side in (self.forward, self.backward) if side is not None)
+        return "\n\n".join(map(str, self.sides))
 
 
 Draft = Callable[[Pipeline, float | None], RewrittenGraphs]

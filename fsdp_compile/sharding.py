@@ -24,12 +24,13 @@ from .passes.pipeline import Pipeline
 from .passes.plan import StepPlan
 from .precision import Precision, install_casts
 from .reading import LocalRead, Read, Running, install_reads
-from .runtime.agreement import Agreement, Line, agreement_of
+from .runtime.agreement import Agreement, agreement_of
 from .runtime.flat_shard import FlatShard
 from .runtime.gradients import carry_hooks
 from .runtime.groups import axes_of, device_of, first_ranks, is_nccl, num_shards_of, part_of
 from .runtime.optimizers import note_replacement
 from .scheduling import Goal, Options, Planner
+from .statements import statement_of_program
 from .units import Unit
 
 
@@ -94,7 +95,7 @@ class Sharding:
 
         def agree(program: str, make: Callable[[], str]) -> str:
             if agreement is not None:
-                agreement.agree([Line(f"a program that reads {name}") for name in program.split()])
+                agreement.agree(statement_of_program(program))
             return first_ranks(mesh, f"plan {number} {program}", make)
 
         return Planner(options, goal, self.plans, agree)

@@ -24,14 +24,20 @@ _FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n\s*(.*)')
 
 def statement_of_graphs(graphs: RewrittenGraphs) -> list[Line]:
     """The collectives of a forward and its backward, in order."""
-    sides = [side for side in (graphs.forward, graphs.backward) if side is not None]
-    return [line for side in sides for line in _collectives(side)]
+    return [line for side in graphs.sides for line in _collectives(side)]
 
 
 def groups_of(graphs: RewrittenGraphs) -> set[str]:
     """The names of the process groups of their collectives."""
-    sides = [side for side in (graphs.forward, graphs.backward) if side is not None]
-    return {ops.argument(node, "group") for side in sides for node in side.graph.nodes if ops.is_collective(node)}
+    return {
+        ops.argument(node, "group") for side in graphs.sides for node in side.graph.nodes if ops.is_collective(node)
+    }
+
+
+def statement_of_program(program: str) -> list[Line]:
+    """What a plan is to be made for: its kind, and the parameters that it reads, in order."""
+    kind, *read = program.split()
+    return [Line(f"a program that reads {name}, for {kind}") for name in read]
 
 
 def statement_of_plan(plan: Plan) -> list[Line]:

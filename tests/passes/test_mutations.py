@@ -44,10 +44,6 @@ def inserted(graph, before, target, *args):
     return node
 
 
-def after(node):
-    return node.next
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Edits of one graph: (graph, random)
 # ----------------------------------------------------------------------------------------------------------
@@ -61,12 +57,12 @@ def drop_a_wait(graph, random):
 
 def wait_twice(graph, random):
     wait = choose(random, calls(graph, ops.WAIT))
-    inserted(graph, after(wait), ops.WAIT, wait.args[0])
+    inserted(graph, wait.next, ops.WAIT, wait.args[0])
 
 
 def read_what_is_pending(graph, random):
     collective = choose(random, filter(ops.is_collective, graph.nodes))
-    inserted(graph, after(collective), SIN, collective)
+    inserted(graph, collective.next, SIN, collective)
 
 
 def gather_for_nobody(graph, random):
@@ -75,10 +71,10 @@ def gather_for_nobody(graph, random):
         graph.node_copy(gather)
 
 
-def exchanged_starts(graph, random, is_kind):
-    """The earlier of two collectives that are under way at once starts after the later one."""
+def exchange_two_gathers(graph, random):
+    """The earlier of two gathers that are under way at once starts after the later one."""
     position = analysis.positions(graph)
-    found = [node for node in graph.nodes if is_kind(node)]
+    found = list(filter(ops.is_all_gather, graph.nodes))
     pairs = [
         (first, second)
         for first, second in zip(found, found[1:], strict=False)
@@ -86,10 +82,6 @@ def exchanged_starts(graph, random, is_kind):
     ]
     first, second = choose(random, pairs)
     second.append(first)
-
-
-def exchange_two_gathers(graph, random):
-    exchanged_starts(graph, random, ops.is_all_gather)
 
 
 def exchange_two_waits(graph, random):
@@ -118,7 +110,7 @@ def free_early(graph, random):
 def free_late(graph, random):
     free = choose(random, calls(graph, ops.FREE))
     position = analysis.positions(graph)
-    last = list(graph.nodes)[-1]
+    last = graph.output_node()
     later = [
         node
         for node in graph.nodes
@@ -133,31 +125,31 @@ def free_never(graph, random):
 
 def free_twice(graph, random):
     free = choose(random, calls(graph, ops.FREE))
-    inserted(graph, after(free), ops.FREE, free.args[0])
+    inserted(graph, free.next, ops.FREE, free.args[0])
 
 
 def free_a_view(graph, random):
     full = set(insert_free.full_buffers(graph))
     views = [alias for buffer in full for alias in analysis.aliases(buffer) if alias not in full]
     view = choose(random, views)
-    inserted(graph, after(view), ops.FREE, view)
+    inserted(graph, view.next, ops.FREE, view)
 
 
 def free_something_else(graph, random):
     full = {alias for buffer in insert_free.full_buffers(graph) for alias in analysis.aliases(buffer)}
     node = choose(random, (n for n in graph.nodes if n.op == "call_function" and n not in full and "val" in n.meta))
-    inserted(graph, after(node), ops.FREE, node)
+    inserted(graph, node.next, ops.FREE, node)
 
 
 def read_what_is_freed(graph, random):
     free = choose(random, calls(graph, ops.FREE))
     buffer = choose(random, analysis.aliases(free.args[0]))
-    inserted(graph, after(free), SIN, buffer)
+    inserted(graph, free.next, SIN, buffer)
 
 
 def use_before_definition(graph, random):
     node = choose(random, (node for node in graph.nodes if node.op == "call_function" and node.all_input_nodes))
-    source = choose(random, (found for found in node.all_input_nodes))
+    source = choose(random, node.all_input_nodes)
     source.prepend(node)
 
 
@@ -166,7 +158,7 @@ def forget_a_value(graph, random):
 
 
 def drop_an_output(graph, random):
-    output = next(iter(reversed(graph.nodes)))
+    output = graph.output_node()
     values = list(output.args[0])
     if not values:
         raise NoRoom
@@ -175,7 +167,7 @@ def drop_an_output(graph, random):
 
 
 def return_another_dtype(graph, random):
-    output = next(iter(reversed(graph.nodes)))
+    output = graph.output_node()
     values = list(output.args[0])
     index = choose(
         random, (i for i, value in enumerate(values) if isinstance(value, torch.fx.Node) and is_float(value))
