@@ -4,10 +4,11 @@
     sudo python benchmarks/predictions.py --rates 2 --models gpt
     sudo python benchmarks/predictions.py --rates 2 --models gpt --plans planned --budgets 1 0.9 0.8 0.7 0.5
 
-The hosts are network namespaces of this machine (hosts.py). For every rate the machine and the link are calibrated,
-then every plan (prefetch distances, what is kept between forward and backward, what is sharded at all, and what
-`hardware=` plans) is predicted and run; and plans for memory budgets, each a part of the predicted peak of the last of
-the plans before. Times are of forward and backward. Peaks are those of a rank's tensors meanwhile, Adam's states
+The hosts are network namespaces of this machine (hosts.py). Every plan (prefetch distances, what is kept between
+forward and backward, what is sharded at all, and what `hardware=` plans) is predicted and run; and plans for memory
+budgets, each a part of the predicted peak of the last of the plans before. The plans take turns, and the machine and
+the link are calibrated before every round, because the speed of a machine changes. Times are of forward and backward:
+medians of all steps, and of the predictions of the rounds. Peaks are those of a rank's tensors meanwhile, Adam's states
 included.
 """
 
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import ConfigError, fsdp_compile
-from fsdp_compile.costs import Hardware, predict
+from fsdp_compile.costs import Hardware, Prediction, predict
 from fsdp_compile.costs.calibrate import calibrate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -44,6 +45,7 @@ from memory import Mlp
 from train_gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
+WARM_UP = 3
 PLANS: dict[str, dict[str, Any]] = {
     "prefetch 1": {},
     "no prefetch": {"forward_prefetch": 0, "backward_prefetch": 0},
@@ -77,30 +79,92 @@ MODELS = {"gpt": gpt, "mlp": mlp}
 # ----------------------------------------------------------------------------------------------------------
 
 
+class Subject:
+    """A model under one plan, its optimizer, and the seconds of its steps."""
+
+    def __init__(self, name: str, plan: dict[str, Any], allocation: Allocation) -> None:
+        gc.collect()
+        torch.manual_seed(0)
+        self.allocation = allocation
+        before = allocation.live
+        model, self.batch = MODELS[name]()
+        self.model = fsdp_compile(model, **plan)
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.seconds: list[float] = []
+        self.predicted: list[Prediction] = []
+        for _ in range(WARM_UP):
+            _, peak = self.step()
+        self.peak = peak - before
+
+    def step(self) -> tuple[float, int]:
+        """A step; seconds of forward and backward on the slower rank, and the peak of this rank meanwhile, in bytes."""
+        inputs = self.batch()
+        dist.barrier()
+        self.allocation.reset()
+        begin = time.perf_counter()
+        self.model(*inputs).backward()
+        elapsed, peak = torch.tensor(time.perf_counter() - begin), self.allocation.peak
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return elapsed.item(), peak
+
+    def round(self, hardware: Hardware, steps: int) -> None:
+        self.seconds += [self.step()[0] for _ in range(steps)]
+        self.predicted.append(predict(self.model.graphs[0], hardware))
+
+    def row(self) -> dict[str, float]:
+        """Medians, the spread of what was measured, and bytes."""
+
+        def median(value: Callable[[Prediction], float]) -> float:
+            return statistics.median(map(value, self.predicted))
+
+        deciles = statistics.quantiles(self.seconds, n=10)
+        return {
+            "measured": statistics.median(self.seconds),
+            "p10": deciles[0],
+            "p90": deciles[-1],
+            "predicted": median(lambda found: found.timeline.seconds),
+            "compute": median(lambda found: found.timeline.compute),
+            "communication": median(lambda found: max(found.timeline.communication.values())),
+            "exposed": median(lambda found: found.exposed),
+            "measured peak": self.peak,
+            "predicted peak": self.predicted[0].memory.peak.total,
+        }
+
+
 def run_rank(options: argparse.Namespace) -> None:
     """Measure and predict every plan; rank 0 writes what it found."""
     allocation = Allocation(torch.device("cpu"), Path(options.result).with_name(LIBRARY))
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # models of one class: all plans stay compiled
     dist.init_process_group("gloo")
-    hardware = calibrate(allocation.device, ranks_per_node=1)
-    results: list[dict[str, Any]] = []
-    for model in options.models:
-        plans = {plan: schedule_of(plan, hardware) for plan in options.plans}
-        for plan, schedule in plans.items():
-            results.append(
-                {"model": model, "plan": plan, **measure(model, schedule, hardware, options.steps, allocation)}
-            )
-        peak = results[-1]["predicted peak"]
-        for part in options.budgets:
-            schedule = {"hardware": hardware, "memory_budget": int(part * peak)}
-            row = {"model": model, "plan": f"{part:g} of {peak / 2**20:.0f} MiB"}
-            try:
-                results.append({**row, **measure(model, schedule, hardware, options.steps, allocation)})
-            except ConfigError as e:
-                results.append({**row, "refused": str(e)})
+    results = [row for model in options.models for row in rows_of(model, options, allocation)]
     if dist.get_rank() == 0:
-        Path(options.result).write_text(json.dumps({"hardware": json.loads(hardware.to_json()), "results": results}))
+        Path(options.result).write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+def rows_of(model: str, options: argparse.Namespace, allocation: Allocation) -> list[dict[str, Any]]:
+    """What each plan of a model took: the plans in turns, and a calibration before each round."""
+    hardware = calibrate(allocation.device, ranks_per_node=1)
+    subjects = {plan: Subject(model, schedule_of(plan, hardware), allocation) for plan in options.plans}
+    refused = {}
+    if options.budgets:
+        peak = predict(subjects[options.plans[-1]].model.graphs[0], hardware).memory.peak.total
+        for part in options.budgets:
+            plan = f"{part:g} of {peak / 2**20:.0f} MiB"
+            try:
+                schedule = {"hardware": hardware, "memory_budget": int(part * peak)}
+                subjects[plan] = Subject(model, schedule, allocation)
+            except ConfigError as e:
+                refused[plan] = str(e)
+    for _ in range(options.rounds):
+        hardware = calibrate(allocation.device, ranks_per_node=1)
+        for subject in subjects.values():
+            subject.round(hardware, options.steps)
+    found = [{"model": model, "plan": plan, **subject.row()} for plan, subject in subjects.items()]
+    return found + [{"model": model, "plan": plan, "refused": why} for plan, why in refused.items()]
 
 
 def schedule_of(plan: str, hardware: Hardware) -> dict[str, Any]:
@@ -109,56 +173,16 @@ def schedule_of(plan: str, hardware: Hardware) -> dict[str, Any]:
     return {**schedule, "hardware": hardware} if schedule.pop("is_planned", False) else schedule
 
 
-def measure(
-    name: str, plan: dict[str, Any], hardware: Hardware, steps: int, allocation: Allocation
-) -> dict[str, float]:
-    """Seconds of forward and backward: the median of the slower rank, its spread, and what was predicted; and bytes."""
-    torch._dynamo.reset()
-    gc.collect()
-    torch.manual_seed(0)
-    before = allocation.live
-    model, batch = MODELS[name]()
-    fsdp_compile(model, **plan)
-    optimizer = torch.optim.AdamW(model.parameters())
-    seconds, peak = [], 0
-    for step in range(steps + 3):
-        inputs = batch()
-        dist.barrier()
-        allocation.reset()
-        begin = time.perf_counter()
-        model(*inputs).backward()
-        elapsed = torch.tensor(time.perf_counter() - begin)
-        if step >= 3:
-            peak = max(peak, allocation.peak - before)
-        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-        if step >= 3:
-            seconds.append(elapsed.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    found = predict(model.graphs[0], hardware)
-    deciles = statistics.quantiles(seconds, n=10)
-    return {
-        "measured": statistics.median(seconds),
-        "p10": deciles[0],
-        "p90": deciles[-1],
-        "predicted": found.timeline.seconds,
-        "compute": found.timeline.compute,
-        "communication": max(found.timeline.communication.values()),
-        "exposed": found.exposed,
-        "measured peak": peak,
-        "predicted peak": found.memory.peak.total,
-    }
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Two hosts
 # ----------------------------------------------------------------------------------------------------------
 
 
-def run_hosts(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run_hosts(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """One rank on each host; what rank 0 found."""
     result = folder / "result.json"
     command = [sys.executable, __file__, "--result", str(result), "--steps", str(options.steps)]
+    command += ["--rounds", str(options.rounds)]
     command += ["--models", *options.models, "--plans", *options.plans, "--budgets", *map(str, options.budgets)]
     processes = [subprocess.Popen(on_host(rank, command), env=environment(rank), cwd=ROOT) for rank in range(2)]
     if any(process.wait() for process in processes):
@@ -182,7 +206,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--budgets", type=float, nargs="*", default=[], help="parts of a peak")
-    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of a plan in a round")
     parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.result:
@@ -193,7 +218,7 @@ def main() -> None:
         build(Path(folder))
         for rate in options.rates:
             shape(rate)
-            results = run_hosts(options, Path(folder))["results"]
+            results = run_hosts(options, Path(folder))
             for model in options.models:
                 show(console, f"{model} at {rate:g} Gbit/s", [row for row in results if row["model"] == model])
 

@@ -82,6 +82,7 @@ def _take_over(name: str, part: nn.Module, sharding: Sharding) -> None:
         _rename(shard, name)
         shard.sharding = sharding
     sharding.shards += inner.shards
+    sharding.checks_gradients |= inner.checks_gradients
     for module in part.modules():
         if vars(module).get("_fsdp_running") is inner.running:
             vars(module)["_fsdp_running"] = sharding.running

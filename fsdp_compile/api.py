@@ -67,6 +67,7 @@ def fsdp_compile(
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     sync_module_states: bool = True,
     gradient_reduction: str | float = "mean",
+    check_gradients: bool = False,
     backend: str = "inductor",
     fullgraph: bool = False,
     dynamic: bool | None = None,
@@ -103,6 +104,8 @@ def fsdp_compile(
             its own tensors memory and values. Without it parameters on the meta device stay there, sharded.
         sync_module_states: give every rank the parameters and buffers of the first.
         gradient_reduction: "mean" or "sum" over the ranks, or a number that the sum is divided by.
+        check_gradients: whether a backward raises NonFiniteError, on every rank, if a gradient of any is infinite or
+            NaN; for debugging: it waits for all gradients. What no_sync keeps is checked when it is reduced.
         backend: "inductor", or "aot_eager" for the same graphs without code generation.
         fullgraph, dynamic, options: passed on to torch.compile and Inductor.
         memory_budget: bytes (or text such as "16 GiB") that a rank may hold during a step, all told. The schedule is
@@ -143,6 +146,7 @@ def fsdp_compile(
         param_init_fn=param_init_fn,
         sync_module_states=sync_module_states,
         gradient_reduction=gradient_reduction,
+        check_gradients=check_gradients,
     )
     compile_as = CompileAs(config)
     compile_as(model)
@@ -170,6 +174,7 @@ def shard(
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     sync_module_states: bool = True,
     gradient_reduction: str | float = "mean",
+    check_gradients: bool = False,
 ) -> nn.Module:
     """Shard `model` in place, without compiling it: it runs in eager, one parameter gathered at a time.
 
@@ -178,6 +183,8 @@ def shard(
     """
     if not isinstance(sync_module_states, bool):
         raise ConfigError(f"sync_module_states is a bool, not {sync_module_states!r}")
+    if not isinstance(check_gradients, bool):
+        raise ConfigError(f"check_gradients is a bool, not {check_gradients!r}")
     if param_init_fn is not None and not callable(param_init_fn):
         raise ConfigError(f"param_init_fn is a callable that takes a module, not {param_init_fn!r}")
     ignored_params = None if ignored_params is None else list(ignored_params)
@@ -211,6 +218,7 @@ def shard(
         collective_lowering,
         memory_budget,
         None if hardware is None else find_hardware(hardware),
+        _poisons(),
     )
     reduction, offload = Reduction.of(gradient_reduction), OffloadConfig.of(offload_policy)
     parameters = _check_model(model, ignored_params)
@@ -238,6 +246,7 @@ def shard(
         offload,
         sync_module_states,
         param_init_fn,
+        check_gradients,
     )
     check_mesh(parts, resolved)
     if schedule.memory_budget is not None and schedule.hardware is None:
@@ -310,6 +319,14 @@ def _inputs_on(device: torch.device, example_inputs: Any) -> tuple[Any, ...]:
     if device.type == "meta":  # it will be traced as for the CPU
         inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), inputs)
     return off_meta(inputs, "cpu" if device.type == "meta" else device)  # type: ignore[no-any-return]
+
+
+def _poisons() -> bool:
+    """Whether freed buffers are filled with NaN, a debug mode: FSDP_COMPILE_POISON=1 in the environment."""
+    value = os.environ.get("FSDP_COMPILE_POISON", "0")
+    if value not in ("0", "1"):
+        raise ConfigError(f"FSDP_COMPILE_POISON is 0 or 1, not {value!r}")
+    return value == "1"
 
 
 def _local_world_size() -> int | None:
@@ -390,6 +407,7 @@ def rewrite(
         collective_lowering,
         memory_budget,
         found,
+        _poisons(),
     )
     reduction = Reduction.of(gradient_reduction)
     parameters = _check_model(model, ignored_params)

@@ -63,8 +63,11 @@ class CompileAs:
     config: CompileConfig
 
     def __call__(self, model: nn.Module) -> None:
-        backend = backend_for(sharding_of(model), self.config)
-        compile_module(model, backend=backend, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
+        sharding, config = sharding_of(model), self.config
+        backend = backend_for(sharding, config)
+        compile_module(
+            model, sharding.compilations, backend=backend, fullgraph=config.fullgraph, dynamic=config.dynamic
+        )
 
 
 def compile_graph(

@@ -29,6 +29,7 @@ from .passes import analysis, ops
 from .passes.partition_joint import Halves
 from .passes.pipeline import Pipeline
 from .passes.plan import StepPlan
+from .runtime.compilations import Compilations
 from .runtime.gradients import shard_of
 from .runtime.inductor import Fences, fast_matmuls
 from .runtime.kernels import capturing
@@ -327,13 +328,20 @@ def capture_only(
     raise CaptureError("the call computes nothing with tensors: there is no graph to rewrite")
 
 
-def compile_module(model: torch.nn.Module, **options: Any) -> None:
-    """`model.compile(**options)`, but with the hooks of `model` itself in the graph, and our errors as they are."""
+def compile_module(model: torch.nn.Module, compilations: Compilations, **options: Any) -> None:
+    """`model.compile(**options)`, but with the hooks of `model` itself in the graph, and our errors as they are.
+
+    Graph breaks and recompilations are noted in `compilations`.
+    """
     compiled = torch.compile(_calling(model), **options)
+    name = type(model).__name__
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
+        if torch.compiler.is_compiling():
             return compiled(*args, **kwargs)
+        try:
+            with compilations.noting(name):
+                return compiled(*args, **kwargs)
         except BackendCompilerFailed as e:
             if isinstance(e.inner_exception, _OURS):
                 raise e.inner_exception from None

@@ -35,6 +35,7 @@ class ScheduleConfig:
         collective_lowering: "packed", "grouped", or "auto" (grouped on NCCL, packed elsewhere; a plan chooses).
         memory_budget: bytes that a rank may hold during a step; None for no promise.
         hardware: what plans are made for; None leaves the schedule to the options above.
+        poison: whether freed buffers are filled with NaN, to show that nothing reads them.
     """
 
     reshard_after_forward: Reshard | Mapping[str, Reshard] | None = None
@@ -43,6 +44,7 @@ class ScheduleConfig:
     collective_lowering: str = "auto"
     memory_budget: int | None = None
     hardware: Hardware | None = None
+    poison: bool = False
 
     @classmethod
     def of(
@@ -54,6 +56,7 @@ class ScheduleConfig:
         collective_lowering: object,
         memory_budget: object = None,
         hardware: Hardware | None = None,
+        poison: bool = False,
     ) -> ScheduleConfig:
         """The configuration from the user's arguments; raises ConfigError for what they cannot mean."""
         if collective_lowering not in _LOWERINGS:
@@ -72,6 +75,7 @@ class ScheduleConfig:
             str(collective_lowering),
             num_bytes_of(memory_budget),
             hardware,
+            poison,
         )
 
     def reshard_of_unit(self, units: list[str], num_shards: int) -> dict[str, Reshard]:

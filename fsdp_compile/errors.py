@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from .passes.errors import PassError, VerifyError
 
-__all__ = ["CaptureError", "ConfigError", "PassError", "RankError", "VerifyError"]
+__all__ = [
+    "CaptureError",
+    "CompilationWarning",
+    "ConfigError",
+    "NonFiniteError",
+    "PassError",
+    "RankError",
+    "VerifyError",
+]
 
 
 class ConfigError(ValueError):
@@ -13,6 +21,14 @@ class ConfigError(ValueError):
 
 class CaptureError(RuntimeError):
     """The model could not be traced as one graph."""
+
+
+class NonFiniteError(RuntimeError):
+    """A gradient is infinite or NaN. Every rank raises it, and gradients are left as they are; it names parameters."""
+
+
+class CompilationWarning(UserWarning):
+    """Something was compiled that makes steps slow: a graph that breaks, or one that was compiled again."""
 
 
 class RankError(RuntimeError):

@@ -25,7 +25,17 @@ from .runtime.flat_shard import FlatShard
 from .runtime.groups import axes_of, mesh_over, part_of
 from .sharding import Sharding, note_sharding, owners_of_parameters, sharding_of
 
-_MADE_ANEW = {"mesh", "shards", "parts", "running", "is_finishing", "graphs", "is_summoned"}  # not saved of a Sharding
+_MADE_ANEW = {
+    "mesh",
+    "shards",
+    "parts",
+    "running",
+    "is_finishing",
+    "is_checking",
+    "graphs",
+    "compilations",
+    "is_summoned",
+}  # not saved of a Sharding
 _INSTEAD = (
     "a file of torch.save(model) is for the rank and the number of ranks that it was saved on; "
     "torch.distributed.checkpoint saves and loads state_dicts on any"

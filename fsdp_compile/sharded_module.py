@@ -19,6 +19,7 @@ from .full_parameters import SummonOptions, shard_full_tensors, summon
 from .graphs import RewrittenGraphs
 from .reading import generated_subclass, is_reading
 from .runtime.clipping import clip_gradients
+from .runtime.compilations import Compilations
 from .runtime.modules import not_captured
 from .sharding import Sharding, note_sharding, sharding_of
 
@@ -108,7 +109,7 @@ class ShardedModule:
         """Another model, sharded and compiled like this one, with shards of its own; process groups are shared."""
         sharding = sharding_of(self)  # type: ignore[arg-type]
         sharding.refuse_if_summoned("copy.deepcopy of the model")
-        memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): []}
+        memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): [], id(sharding.compilations): Compilations()}
         copies = [shard.copy_into(memo) for shard in sharding.shards]
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -183,7 +184,14 @@ def _explain(model: nn.Module, hardware: Hardware | str | None = None, *, optimi
     """
     sharding = sharding_of(model)
     compiler: Any = sharding.compile.config.backend if sharding.compile is not None else "inductor"
-    return explain(sharding.graphs, hardware, optimizer=optimizer, compiler=compiler, reason=sharding.reason)
+    return explain(
+        sharding.graphs,
+        hardware,
+        optimizer=optimizer,
+        compiler=compiler,
+        reason=sharding.reason,
+        compilations=str(sharding.compilations),
+    )
 
 
 def _clip_grad_norm_(

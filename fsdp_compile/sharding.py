@@ -25,9 +25,11 @@ from .passes.plan import StepPlan
 from .precision import Precision, install_casts
 from .reading import LocalRead, Read, Running, install_reads
 from .runtime.agreement import Agreement, agreement_of
+from .runtime.compilations import Compilations
 from .runtime.flat_shard import FlatShard
 from .runtime.gradients import carry_hooks
 from .runtime.groups import axes_of, device_of, first_ranks, is_nccl, num_shards_of, part_of
+from .runtime.guard import check_gradients_of
 from .runtime.optimizers import note_replacement
 from .scheduling import Goal, Options, Planner
 from .statements import statement_of_program
@@ -55,8 +57,13 @@ class Sharding:
         is_finishing: whether gradients will be reduced at the end of the running backward.
         plans: what was planned, by program; see `scheduling.Planner`.
         number: of the shardings of this process, which all ranks make in the same order.
+        compilations: graph breaks and recompilations, if it was compiled by `fsdp_compile`.
         compile: how the model was compiled, if it was.
         reason: why its strategy was chosen; None if the user said which.
+        checks_gradients: whether a backward raises NonFiniteError for gradients that are not finite.
+        is_checking: whether they will be checked at the end of the running backward.
+        num_backwards: how many backwards were checked.
+        whole: with a single rank and if gradients are checked, unit and parameter by name.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
         gives_full_optimizer_state: whether `compat.FullyShardedDataParallel.optim_state_dict` gathers.
     """
@@ -72,8 +79,13 @@ class Sharding:
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
     plans: dict[str, StepPlan | None] = dataclasses.field(default_factory=dict)
     number: int = dataclasses.field(default_factory=itertools.count().__next__)
+    compilations: Compilations = dataclasses.field(default_factory=Compilations)
     compile: Compiler | None = None
     reason: str | None = None
+    checks_gradients: bool = False
+    is_checking: bool = False
+    num_backwards: int = 0
+    whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
     is_summoned: bool = False
     gives_full_optimizer_state: bool = True
 
@@ -125,7 +137,7 @@ class Sharding:
     def prepare(self) -> None:
         """Before a forward: parameters are views of their shards, and it is known where their gradients will go."""
         self.refuse_if_summoned("the model")
-        self.is_finishing = False
+        self.is_finishing = self.is_checking = False
         self.check()
         for shard in self.shards:
             shard.prepare(keeps_gradients=self.keeps_gradients)
@@ -148,6 +160,7 @@ def pipeline_of(
         backward_prefetch=schedule.backward_prefetch,
         grouped=grouped,
         plan=plan,
+        poison=schedule.poison,
     )
 
 
@@ -232,6 +245,7 @@ class Plan:
     offload: OffloadConfig
     sync_module_states: bool
     param_init_fn: Callable[[nn.Module], Any] | None
+    checks_gradients: bool = False
 
     @property
     def compute_device(self) -> torch.device:
@@ -248,9 +262,13 @@ def compute_device(device: torch.device, mesh: DeviceMesh | None) -> torch.devic
 
 def shard_parameters(model: nn.Module, plan: Plan) -> Sharding:
     """Shard the parameters of `model`, in place. Everything that can be refused has been refused before."""
-    sharding = Sharding(plan.mesh, [unit.name for unit in plan.units], plan.schedule)
+    sharding = Sharding(
+        plan.mesh, [unit.name for unit in plan.units], plan.schedule, checks_gradients=plan.checks_gradients
+    )
     if plan.mesh is None:
         _keep_whole(model, plan, sharding.running)
+        if plan.checks_gradients:
+            sharding.whole = {name: (unit.name, value) for unit in plan.units for name, value in unit.parameters}
     else:
         reshard = plan.schedule.reshard_of_unit(sharding.units, num_shards_of(plan.mesh)).values()
         for size in sorted({value for value in reshard if not isinstance(value, bool)}):
@@ -278,6 +296,7 @@ def note_sharding(model: nn.Module, sharding: Sharding) -> None:
     if sharding.mesh is None:
         for parameter in model.parameters():
             parameter.fsdp_sharding = Membership(sharding)  # type: ignore[attr-defined]
+        check_gradients_of([parameter for _, parameter in sharding.whole.values()], sharding)
 
 
 def _keep_whole(model: nn.Module, plan: Plan, running: Running) -> None:

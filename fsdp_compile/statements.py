@@ -57,7 +57,8 @@ def statement_of_plan(plan: Plan) -> list[Line]:
         if name in plan.precision.policy_of_parameter
     ]
     options = (plan.strategy, plan.schedule, plan.reduction, plan.offload, plan.sync_module_states)
-    return [*lines, *(Line(f"options: {option}") for option in options)]
+    lines += [Line(f"options: {option}") for option in options]
+    return [*lines, Line(f"check_gradients: {plan.checks_gradients}")]
 
 
 def _collectives(side: RewrittenGraph) -> Iterator[Line]:

@@ -14,6 +14,7 @@ again. Casts of what was reduced stay behind its wait.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch.fx
@@ -29,24 +30,28 @@ class DelayReduceScatterWait:
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         position = analysis.positions(gm.graph)
-        key: dict[torch.fx.Node, Any] = {node: (index, 1, 0) for node, index in position.items()}
-        for chain, deadline in deadlines(gm.graph, self.distance):
-            for node in chain:
-                key[node] = (position[deadline], 0, position[node])
+        key: dict[torch.fx.Node, Any] = {node: (index, 1) for node, index in position.items()}
+        for link, deadline, turn in deadlines(gm.graph, self.distance):
+            for node in link:
+                key[node] = (position[deadline], 0, turn, position[node])
         analysis.reorder(gm.graph, key)
 
 
-def deadlines(graph: torch.fx.Graph, distance: int) -> list[tuple[list[torch.fx.Node], torch.fx.Node]]:
-    """What is to run late (the wait for a reduction and what follows up to the next wait), and before which node."""
+def deadlines(graph: torch.fx.Graph, distance: int) -> list[tuple[list[torch.fx.Node], torch.fx.Node, int]]:
+    """What is to run late (the wait for a reduction and what follows up to the next wait), and before which node.
+
+    The third tells in which turn, among those that are to run before the same node: as reductions start, so they are
+    waited for.
+    """
     if distance == 0:
         return []
     reductions = [node for node in graph.nodes if ops.is_reduction(node) and not _continues(node)]
     begins = [_begin(node) for node in reductions]
     ends = [*begins, *[graph.output_node()] * 2 * distance]
     return [
-        (link, ends[index + (place + 1) * distance])
+        (link, ends[index + late], index + late)
         for index, node in enumerate(reductions)
-        for place, link in enumerate(_links(_followers(node)))
+        for late, link in zip(itertools.count(distance, distance), _links(_followers(node)), strict=False)
     ]
 
 

@@ -6,8 +6,10 @@
     Keeps    data flow, order
     Cost     O(nodes)
 
-Frees disappear: with the last use of a value, the generated code ends its life. The grouped forms become one coalesced
-call over slices of the shard (or over the gradients) with one wait for each result, all where the dialect waits.
+Frees disappear: with the last use of a value, the generated code ends its life. With `poison`, a debug mode, they fill
+the buffer with NaN instead: a read of it after its free shows in what the step computes. The grouped forms become one
+coalesced call over slices of the shard (or over the gradients) with one wait for each result, all where the dialect
+waits.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ Gap = Callable[[int, int], torch.fx.Node]
 
 @dataclasses.dataclass(frozen=True)
 class LowerCollectives:
+    poison: bool = False
+
     def __call__(self, gm: torch.fx.GraphModule) -> None:
-        lowering = _Lowering(gm.graph)
+        lowering = _Lowering(gm.graph, self.poison)
         for node in list(gm.graph.nodes):
             if node.op == "call_function" and node.target in _RULES:
                 with gm.graph.inserting_before(node):
@@ -53,6 +57,7 @@ class _Lowering:
     """The graph, and what the grouped calls have brought so far: by their node, the results by offset."""
 
     graph: torch.fx.Graph
+    poison: bool
     pieces: dict[torch.fx.Node, dict[int, torch.fx.Node]] = dataclasses.field(default_factory=dict)
     erased: list[torch.fx.Node] = dataclasses.field(default_factory=list)
 
@@ -276,6 +281,10 @@ def _move(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _free(lowering: _Lowering, node: torch.fx.Node) -> None:
+    freed: Any = node.args[0]
+    if lowering.poison:
+        for buffer in lowering.pieces[freed].values() if freed in lowering.pieces else [freed]:
+            lowering.call(ops.POISON, buffer, like=node)
     lowering.erased.append(node)
 
 

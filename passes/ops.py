@@ -23,14 +23,15 @@ the grouped form sends one message per parameter in one call, and needs none:
     copy_out(gathered, ...), view_out(gathered, ...)  one full parameter, as a new tensor or as a view
     store(value)                                      the value itself, in memory rather than computed where it is read
     free(full)                                        the end of the life of a gathered buffer or a full parameter
+    poison(full)                                      what a debug mode makes of a free: NaN in every element
     part(shard), reshard(gathered)                    a part of the gathered buffer, kept for a gather by fewer ranks
     pack(gradients, accumulated, ...)                 full gradients in the layout that reduce_scatter reads
     reduce_scatter(packed), reduce_scatter_grouped(gradients, accumulated), all_reduce(gradient)
                                                       pending; the shard's gradient
     cast(value), divide(value), move(value)           another dtype, a smaller gradient, another device
 
-The operators have fake implementations (shapes); `unshard`, `reduce_gradient`, `pack` and `store` also run, by the
-kernels in `fsdp_compile.runtime`. The others never run.
+The operators have fake implementations (shapes); `unshard`, `reduce_gradient`, `pack`, `store` and `poison` also run,
+by the kernels in `fsdp_compile.runtime`. The others never run.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ for _schema in (
     f"view_out(Tensor(a) gathered, {_PARAMETER}) -> Tensor(a)",
     "store(Tensor(a) value) -> Tensor(a)",
     "free(Tensor full) -> ()",
+    "poison(Tensor(a!) full) -> ()",
     "part(Tensor shard, str bucket, int world_size, int parts, int index, ScalarType dtype) -> Tensor",
     "reshard(Tensor gathered, str bucket, int parts, int index) -> Tensor",
     f"pack({_GRADIENTS}, int world_size, ScalarType dtype) -> Tensor",
@@ -85,6 +87,7 @@ COPY_OUT = torch.ops.fsdp.copy_out.default
 VIEW_OUT = torch.ops.fsdp.view_out.default
 STORE = torch.ops.fsdp.store.default
 FREE = torch.ops.fsdp.free.default
+POISON = torch.ops.fsdp.poison.default
 PART = torch.ops.fsdp.part.default
 RESHARD = torch.ops.fsdp.reshard.default
 PACK = torch.ops.fsdp.pack.default
@@ -96,6 +99,7 @@ DIVIDE = torch.ops.fsdp.divide.default
 MOVE = torch.ops.fsdp.move.default
 
 torch.fx.node.has_side_effect(FREE)
+torch.fx.node.has_side_effect(POISON)
 
 # ---------------------------------------------------------------------------------------------------------------
 # The layout of a shard, in elements
@@ -195,6 +199,11 @@ def _(value: torch.Tensor) -> torch.Tensor:
 
 
 @_fake("free")
+def _(full: torch.Tensor) -> None:
+    return None
+
+
+@_fake("poison")
 def _(full: torch.Tensor) -> None:
     return None
 

@@ -14,9 +14,11 @@ its operands alive. Its pattern does not see through the views. A graph without 
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import torch
 import torch.fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import analysis, ops
 
@@ -51,11 +53,14 @@ def moving_additions(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _is_addition(node: torch.fx.Node) -> bool:
-    """Whether this adds two tensors of one shape."""
+    """Whether this adds two tensors that are known to have one shape.
+
+    To ask whether sizes that vary are equal would have the model compiled again for others.
+    """
     if not ops.is_call(node, _aten.add.Tensor) or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     one, other = (term.meta["val"] for term in node.all_input_nodes)
-    return bool(one.shape == other.shape)
+    return one.dim() == other.dim() and all(map(statically_known_true, map(operator.eq, one.shape, other.shape)))
 
 
 def _is_communication(node: torch.fx.Node) -> bool:

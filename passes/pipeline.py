@@ -59,7 +59,7 @@ class Pipeline:
     partition: PartitionJoint
     forward: tuple[Pass, ...]
     backward: tuple[Pass, ...]
-    lowering: tuple[Pass, ...] = (LowerCollectives(), PinMatmuls())
+    lowering: tuple[Pass, ...]
     observer: Observer | None = None
 
     @classmethod
@@ -71,11 +71,13 @@ class Pipeline:
         backward_prefetch: int = 1,
         grouped: bool = False,
         plan: StepPlan | None = None,
+        poison: bool = False,
         observer: Observer | None = None,
     ) -> Pipeline:
         """The passes with these options; `PartitionJoint`, `PrefetchAllGather` and `InsertAllGather` explain them.
 
-        A `plan` says how the buckets that it names are gathered, and how long reductions may take.
+        A `plan` says how the buckets that it names are gathered, and how long reductions may take. With `poison`, freed
+        buffers are filled with NaN.
         """
 
         def side(distance: int, gathers: tuple[Gather, ...]) -> tuple[Pass, ...]:
@@ -93,6 +95,7 @@ class Pipeline:
             partition=PartitionJoint(dict(reshard or {})),
             forward=side(forward_prefetch, plan.forward if plan else ()),
             backward=side(backward_prefetch, plan.backward if plan else ()),
+            lowering=(LowerCollectives(poison), PinMatmuls()),
             observer=observer,
         )
 

@@ -54,10 +54,10 @@ def verify(gm: torch.fx.GraphModule, *, signature: Signature | None = None, free
 
 
 def verify_lowered(gm: torch.fx.GraphModule, *, signature: Signature | None = None) -> None:
-    """Raise `VerifyError` unless 1 and 3 of `verify` hold and of the dialect no operator but `store` is left."""
+    """Raise `VerifyError` unless 1 and 3 of `verify` hold and of the dialect only `store` and `poison` are left."""
     _lint(gm.graph)
     for node in gm.graph.nodes:
-        _require(not ops.is_dialect(node) or ops.is_call(node, ops.STORE), "is left after lowering", node)
+        _require(not ops.is_dialect(node) or ops.is_call(node, ops.STORE, ops.POISON), "is left after lowering", node)
     _same_signature(gm, signature)
 
 

@@ -30,11 +30,13 @@ class Explanation:
         graphs: one for each set of guards that was compiled.
         predictions: of a step of each, in the same order.
         reason: why the sharding strategy was chosen, if it was.
+        compilations: graph breaks and recompilations so far, a line each.
     """
 
     graphs: Sequence[RewrittenGraphs]
     predictions: Sequence[Prediction]
     reason: str | None = None
+    compilations: str = ""
 
     def __str__(self) -> str:
         if not self.graphs:
@@ -42,6 +44,8 @@ class Explanation:
         texts = [table([("strategy", self.reason)])] if self.reason else []
         for number, prediction in enumerate(self.predictions, 1):
             texts.append("\n".join([f"graph {number} of {len(self.graphs)}", *_lines(prediction)]))
+        if self.compilations:
+            texts.append(table(("compilations", line) for line in self.compilations.splitlines()))
         return "\n\n".join(texts)
 
 
@@ -52,6 +56,7 @@ def explain(
     optimizer: str = "adam",
     compiler: Compiler = "inductor",
     reason: str | None = None,
+    compilations: str = "",
 ) -> Explanation:
     """What was decided in these graphs, and what a step of them is predicted to take.
 
@@ -60,6 +65,7 @@ def explain(
         optimizer: one of `predict.OPTIMIZERS`.
         compiler: what compiles the graphs; see `nodes.Compiler`.
         reason: why the sharding strategy was chosen, to be shown.
+        compilations: graph breaks and recompilations, a line each, to be shown.
 
     Raises:
         ConfigError: there is no such hardware or optimizer, or no GPU that is known.
@@ -71,7 +77,7 @@ def explain(
             "`python -m fsdp_compile calibrate` wrote"
         )
     predictions = [predict(each, found, optimizer=optimizer, compiler=compiler) for each in graphs]
-    return Explanation(graphs, predictions, reason)
+    return Explanation(graphs, predictions, reason, compilations)
 
 
 def _lines(prediction: Prediction) -> list[str]:

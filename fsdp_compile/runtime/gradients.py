@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..layout import Layout
 from .collectives import reduce_packed
+from .guard import check_after_backward
 from .modules import not_captured
 from .views import local_views
 
@@ -85,6 +86,7 @@ def note_gradients(data: torch.Tensor, offsets: Iterable[int], *, is_kept: bool)
 
 
 def note_gradients_of(shard: FlatShard, offsets: Iterable[int], *, is_kept: bool) -> None:
+    check_after_backward(shard.sharding)
     if is_kept and shard.accumulation is not None:
         shard.accumulation.offsets.update(offsets)
     elif not is_kept:

@@ -6,6 +6,7 @@ They communicate for one parameter at a time: right, not fast. Compiled graphs n
 from __future__ import annotations
 
 import contextvars
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +53,11 @@ def _unshard(
         return (chunk.clone() if chunk.data_ptr() == section.data_ptr() else chunk).view(shape)
     rows = gather_chunk(chunk, world_size, group).view(-1, *shape[1:])
     return rows[: shape[0]].contiguous()
+
+
+def _poison(full: torch.Tensor) -> None:
+    holds_nan = full.is_floating_point() or full.is_complex()
+    full.fill_(math.nan if holds_nan else 1)
 
 
 def _pack(
@@ -122,6 +128,7 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 
 ops.LIBRARY.impl("unshard", _unshard, "CompositeExplicitAutograd")
 ops.LIBRARY.impl("store", lambda value: value.view_as(value), "CompositeExplicitAutograd")
+ops.LIBRARY.impl("poison", _poison, "CompositeExplicitAutograd")
 ops.LIBRARY.impl("pack", _pack, "CompositeExplicitAutograd")
 ops.LIBRARY.impl("reduce_gradient", _reduce_gradient, "CompositeExplicitAutograd")
 torch.library.register_autograd("fsdp::unshard", _unshard_backward, setup_context=_setup_context, lib=ops.LIBRARY)

@@ -161,3 +161,50 @@ def lives_of_gathers(graph):
             frees = [user for buffer in buffers for user in buffer.users if ops.is_call(user, ops.FREE)]
             lives.append(max(step_of_node[free] for free in frees))
     return lives
+
+
+@pytest.mark.parametrize("lowering", ["packed", "grouped"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_buffers_in_flight_are_left_alone(lowering, prefetch):
+    """From its start to its wait, what a collective reads is not let go of, and what it fills is not touched."""
+    model = fsdp_compile(
+        build("gpt"), collective_lowering=lowering, forward_prefetch=prefetch, backward_prefetch=prefetch
+    )
+    inputs = model.inputs(2, seed=0)
+    _, codes = run_fw_bw_and_get_code(lambda: model(*inputs))
+    num_checked = 0
+    for code in codes:
+        lines = [line.strip() for line in code[code.index("def call(") :].splitlines()]
+        for start, line in enumerate(lines):
+            if "_c10d_functional." in line and "wait_tensor" not in line:
+                filled, read = buffers_of_collective(lines, start)
+                ends = [end for end, other in enumerate(lines) if is_wait_for(other, filled)]
+                assert ends, line
+                for other in lines[start + 1 : max(ends)]:
+                    touched = set(re.findall(r"\w+", other.partition("#")[0]))
+                    is_part = re.match(r"buf\d+ = buf\d+(\[\d+\])?$", other.partition("#")[0].strip())
+                    is_ours = is_wait_for(other, filled) or is_part or "assert_" in other
+                    assert is_ours or not touched & filled, (line, other)
+                    assert not (other.startswith("del ") or "reuse" in other) or not touched & read, (line, other)
+                num_checked += 1
+    assert num_checked == sum(
+        name in COLLECTIVES - {"wait_tensor"}
+        for gm in (model.graphs[0].lowered.forward, model.graphs[0].lowered.backward)
+        for name in order_in_graph(gm)
+    )
+
+
+def buffers_of_collective(lines, start):
+    """The buffers that a collective fills, and those that it reads."""
+    result, _, call = lines[start].partition(" = ")
+    read = set(re.findall(r"\b(?:buf|primals_|tangents_)\d+\b", call))
+    filled = {result}
+    for other in lines[start + 1 :]:
+        part = re.match(r"(buf\d+) = (buf\d+)(?:\[\d+\])?(?:;|$| )", other)
+        if part and part[2] in filled and "wait_tensor" not in other:
+            filled.add(part[1])
+    return filled, read - filled
+
+
+def is_wait_for(line, filled):
+    return "wait_tensor" in line and bool(filled & set(re.findall(r"buf\d+", line)))

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import RankError, fsdp_compile
 from fsdp_compile.runtime import agreement
 from tests import ranks
 from tests.distributed.training import adamw
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 
 LIMIT = 30.0  # seconds in which a survivor has to stop
 
@@ -117,3 +118,16 @@ def all_raise():
 def test_what_all_ranks_raise_stops_nobody():
     first, second = run_on_ranks(2, all_raise)
     assert first == second
+
+
+@on_ranks(2)
+def test_a_process_group_destroyed_underneath_is_an_error(world_size):
+    mesh = init_device_mesh("cpu", (2,))
+    model = fsdp_compile(Breaking(), mesh, backend="aot_eager")
+    x = torch.ones(4, 8)
+    loss = model(x, nothing)
+    loss.backward()
+    dist.destroy_process_group(mesh.get_group())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="process group"):
+            model(x, nothing).backward()

@@ -1,4 +1,5 @@
 from fsdp_compile.passes.delay_reduce_scatter_wait import DelayReduceScatterWait
+from fsdp_compile.passes.verifier import verify
 from tests.passes.tiny import Tempered, four_layers, rows, three_layers, two_layers
 from tests.passes.tracing import Pictures, trace
 
@@ -154,6 +155,31 @@ backward
                             wait mid.grad#2                         64
                             wait low.grad                           0
                             all_reduce low                          0
+                            wait low.grad#2                         0""",
+        )
+
+    def test_several_reductions_are_waited_for_in_the_order_in_which_they_start(self):
+        before = trace(three_layers(), rows(), replicas=2).before(DelayReduceScatterWait, "backward")
+        for distance in range(5):
+            verify(before.then(DelayReduceScatterWait(distance)).gm)
+        self.assertExpectedInline(
+            "\n".join(
+                line
+                for line in before.then(DelayReduceScatterWait(2)).schedule().splitlines()
+                if "grad" in line or "reduce" in line
+            ),
+            """\
+                            reduce_scatter top                      192
+                            reduce_scatter mid                      192
+                            wait top.grad                           64
+                            all_reduce top                          64
+                            reduce_scatter low                      128
+                            wait mid.grad                           64
+                            all_reduce mid                          64
+                            wait top.grad#2                         64
+                            wait low.grad                           0
+                            all_reduce low                          0
+                            wait mid.grad#2                         0
                             wait low.grad#2                         0""",
         )
 

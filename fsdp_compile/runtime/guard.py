@@ -1,0 +1,83 @@
+"""The guard: gradients that are not finite are found at the end of the backward that made them, by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from ..errors import NonFiniteError
+from ..passes import ops
+from .views import local_tensor
+
+_SHOWN = 8  # parameters that an error names
+
+
+def check_after_backward(sharding: Any) -> None:
+    """Have autograd check the gradients of a sharding, which asks for that, at the end of the running backward."""
+    if sharding.checks_gradients and not sharding.is_checking:
+        sharding.is_checking = True
+
+        def check() -> None:
+            sharding.is_checking = False
+            sharding.num_backwards += 1
+            _check(sharding)
+
+        torch.autograd.Variable._execution_engine.queue_callback(check)
+
+
+def check_gradients_of(parameters: Iterable[nn.Parameter], sharding: Any) -> None:
+    """The same where parameters are whole, on a single rank, and nothing else sees when they get gradients."""
+
+    def hook(_: torch.Tensor) -> None:
+        check_after_backward(sharding)
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(hook)
+
+
+@torch.no_grad()
+def _check(sharding: Any) -> None:
+    """Raise NonFiniteError, on every rank, if a gradient of any rank is not finite."""
+    named = list(_gradients(sharding))
+    if not named:
+        return
+    device = torch.device("cpu")
+    if sharding.mesh is not None and sharding.mesh.device_type != "cpu":
+        device = torch.device(sharding.mesh.device_type, torch.accelerator.current_device_index())
+    found = torch.stack([_kind(gradient).to(device) for _, _, gradient in named])
+    if sharding.mesh is not None:  # along the axis of the shards: replicas have the same gradients
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=sharding.mesh.get_group(sharding.mesh.ndim - 1))
+    bad = [(*each[:2], kind) for each, kind in zip(named, found.tolist(), strict=True) if kind]
+    if not bad:
+        return
+    shown = [f"{name} (unit {unit}): {'NaN' if kind == _NAN else 'infinite'}" for name, unit, kind in bad[:_SHOWN]]
+    more = [f"and {len(bad) - _SHOWN} more"] if len(bad) > _SHOWN else []
+    raise NonFiniteError(
+        f"gradients are not finite at the end of backward number {sharding.num_backwards} since the model was sharded, "
+        f"in {len(bad)} of {len(named)} parameters:\n  " + "\n  ".join([*shown, *more])
+    )
+
+
+_NAN = 2
+
+
+def _kind(gradient: torch.Tensor | None) -> torch.Tensor:
+    """0 for finite values or none, 1 for infinite ones, 2 if there is a NaN."""
+    if gradient is None:
+        return torch.zeros((), dtype=torch.int32)
+    return torch.where(gradient.isnan().any(), _NAN, gradient.isinf().any().to(torch.int32)).to(torch.int32)
+
+
+def _gradients(sharding: Any) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+    """Name, unit, and this rank's part of the gradient, of every parameter, in the same order on every rank."""
+    for shard in sharding.shards:
+        unit = ops.unit_of_bucket(shard.layout.bucket)
+        for slot, parameter in zip(shard.layout.slots, shard.parameters, strict=True):
+            yield slot.parameter, unit, None if parameter.grad is None else local_tensor(parameter.grad)
+    for name, (unit, parameter) in sharding.whole.items():
+        yield name, unit, parameter.grad

@@ -1,0 +1,114 @@
+"""Sizes that vary: few compilations, the same numbers, and a warning for what is compiled again or breaks."""
+
+import itertools
+import random
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdp_compile import CompilationWarning, fsdp_compile
+from tests.distributed.training import assert_close, assert_same_gradients
+from tests.models import build
+from tests.ranks import on_ranks
+
+BATCHES, LENGTHS = [2, 3, 4, 5, 6, 7, 8, 9], [3, 5, 7, 8]
+
+
+def shuffled(*values):
+    sizes = list(itertools.product(*values))
+    random.Random(0).shuffle(sizes)
+    return sizes
+
+
+def batch_of_size(model, rows, length):
+    return [tensor[:, :length].contiguous() for tensor in model.inputs(rows, seed=rows * length)]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_eight_batch_sizes_and_four_lengths_take_three_compilations(world_size, backend):
+    expected, model = build("gpt"), fsdp_compile(build("gpt"), backend=backend)
+    for rows, length in shuffled(BATCHES, LENGTHS):
+        inputs = batch_of_size(expected, rows, length)
+        losses = [each(*inputs) for each in (model, expected)]
+        for loss in losses:
+            loss.backward()
+        assert_close(*losses)
+        assert_same_gradients(model, expected)
+        model.zero_grad()
+        expected.zero_grad()
+    assert len(model.graphs) <= 3
+    with torch.no_grad():
+        for rows, length in shuffled(BATCHES, LENGTHS):
+            inputs = batch_of_size(expected, rows, length)
+            assert_close(model(*inputs), expected(*inputs))
+    assert len([graphs for graphs in model.graphs if graphs.backward is None]) <= 3
+
+
+def warned_while(function):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(each.message) for each in caught if each.category is CompilationWarning]
+
+
+@on_ranks(2)
+def test_a_recompilation_warns_once_and_is_counted(world_size):
+    model = fsdp_compile(build("gpt"), backend="aot_eager")
+
+    def train(rows):
+        model(*batch_of_size(model, rows, 8)).backward()
+
+    assert warned_while(lambda: train(4)) == []
+    assert "compilations" not in str(model.explain("h100"))
+    (said,) = warned_while(lambda: train(3))
+    assert said.startswith("Gpt was compiled again: ") and "size" in said
+    assert warned_while(lambda: train(2)) == []
+    assert "compilations" in str(model.explain("h100"))
+    assert "1 x compiled again: " in str(model.explain("h100"))
+
+
+@on_ranks(2)
+def test_evaluation_and_kept_gradients_are_compiled_without_a_warning(world_size):
+    model = fsdp_compile(build("gpt"), backend="aot_eager")
+
+    def use():
+        inputs = batch_of_size(model, 4, 8)
+        model(*inputs).backward()
+        with model.no_sync():
+            model(*inputs).backward()
+        model(*inputs).backward()
+        model.eval()
+        with torch.no_grad():
+            model(*inputs)
+        model.train()
+
+    assert warned_while(use) == []
+    assert len(model.graphs) >= 3
+    assert "compiled again: " in str(model.explain("h100"))
+
+
+class Printing(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break(msg="to look at it")
+        return F.relu(self.second(x)).sum()
+
+
+@on_ranks(1, 2)
+def test_a_graph_break_warns_once_and_is_counted(world_size):
+    model = fsdp_compile(Printing(), backend="aot_eager")
+
+    def train():
+        model(torch.ones(2, 4)).backward()
+
+    (said,) = warned_while(train)
+    assert said.startswith("the graph of Printing breaks: ") and "to look at it" in said
+    assert warned_while(train) == []
+    assert "1 x graph break: " in str(model.explain("h100"))

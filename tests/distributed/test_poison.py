@@ -1,0 +1,50 @@
+"""FSDP_COMPILE_POISON=1: with NaN in every buffer that is freed, training is that of the unsharded model."""
+
+import pytest
+
+from fsdp_compile import ConfigError, fsdp_compile
+from fsdp_compile.passes import ops
+from tests.distributed.training import (
+    adamw,
+    assert_close,
+    assert_same_parameters,
+    mean_over_ranks,
+    train,
+    train_unsharded,
+)
+from tests.models import build
+from tests.ranks import on_ranks
+
+STEPS = range(3)
+
+
+def count(gm, target):
+    return sum(ops.is_call(node, target) for node in gm.graph.nodes)
+
+
+@pytest.mark.parametrize("lowering", ["packed", "grouped"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["gpt", "adapted", "odd_parameters"])
+@on_ranks(2)
+def test_nothing_reads_what_was_freed(world_size, name, backend, lowering):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_COMPILE_POISON", "1")
+        model = fsdp_compile(build(name), backend=backend, collective_lowering=lowering)
+    losses = train(model, adamw(model.parameters()), STEPS)
+    expected, expected_losses = train_unsharded(name, STEPS)
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model, expected)
+    (graphs,) = model.graphs
+    for scheduled, lowered in (
+        (graphs.forward.module, graphs.lowered.forward),
+        (graphs.backward.module, graphs.lowered.backward),
+    ):
+        assert count(lowered, ops.POISON) >= count(scheduled, ops.FREE) > 0
+
+
+@on_ranks(1)
+def test_the_setting_is_0_or_1(world_size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_COMPILE_POISON", "yes")
+        with pytest.raises(ConfigError, match="FSDP_COMPILE_POISON is 0 or 1, not 'yes'"):
+            fsdp_compile(build("odd_mlp"))

@@ -1,0 +1,213 @@
+"""Random models: trees of modules, as hypothesis draws them, with everything that sharding can get wrong.
+
+A tree is nested tuples, so that it prints, pickles and shrinks; `RandomModel(tree)` builds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 5  # of all features: no number of ranks divides it
+
+Tree = tuple[Any, ...]
+
+
+def trees(*, with_dropout: bool = True) -> st.SearchStrategy[Tree]:
+    """What `RandomModel` is built of."""
+    plain = st.one_of(
+        st.tuples(st.just("linear"), st.booleans()),
+        st.tuples(st.just("mlp"), st.integers(1, 9)),
+        st.just(("norm",)),
+        st.tuples(st.just("scale"), st.sampled_from([(), (1,), (WIDTH,), (1, WIDTH), (3, 1)])),
+        st.tuples(st.just("adapter"), st.integers(1, 3)),
+        st.tuples(st.just("embedding"), st.integers(1, 7)),
+        st.tuples(st.just("tied"), st.integers(0, 3)),
+        st.tuples(st.just("again"), st.integers(0, 5)),
+        st.tuples(st.just("unused"), st.integers(1, 4)),
+        st.just(("strided",)),
+        st.just(("double",)),
+    )
+    leaves = plain | st.just(("dropout",)) if with_dropout else plain
+    inner = st.tuples(st.just("checkpoint"), plain)
+
+    def nested(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+        some = st.lists(children, min_size=1, max_size=4).map(tuple)
+        return st.one_of(
+            st.tuples(st.just("sequence"), some),
+            st.tuples(st.just("residual"), children),
+            st.tuples(st.just("frozen"), children),
+            st.tuples(st.just("sum"), children, children),
+        )
+
+    return st.recursive(leaves | inner, nested, max_leaves=8)
+
+
+class RandomModel(nn.Module):
+    """A tree between a linear layer that is always trained and a loss; also returns features if `is_double`."""
+
+    def __init__(self, tree: Tree, is_double: bool = False) -> None:
+        super().__init__()
+        built: list[nn.Module] = []
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.tree = _build(tree, [self.first], built)
+        self.is_double = is_double
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        x = self.tree(torch.tanh(self.first(x)))
+        loss = (x - target).square().mean()
+        return (loss, x[:, :2] / 3) if self.is_double else loss
+
+    @staticmethod
+    def inputs(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def _build(tree: Tree, linears: list[nn.Linear], built: list[nn.Module]) -> nn.Module:
+    kind, *arguments = tree
+    if kind in _NESTED:
+        children = arguments[0] if kind == "sequence" else arguments
+        module = _NESTED[kind](*[_build(child, linears, built) for child in children])
+    elif kind == "again":
+        return built[arguments[0] % len(built)] if built else nn.Tanh()
+    elif kind == "tied":
+        module = nn.Linear(WIDTH, WIDTH, bias=False)
+        module.weight = linears[arguments[0] % len(linears)].weight
+    else:
+        module = _LEAVES[kind](*arguments)
+        if isinstance(module, nn.Linear):
+            linears.append(module)
+    built.append(module)
+    return module
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Scale(nn.Module):
+    """A parameter of any shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * (self.factor.sum(0) if self.factor.dim() == 2 else self.factor))
+
+
+class Adapter(nn.Module):
+    """A frozen weight in bf16, and an update of low rank in f32."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).bfloat16() / 2, requires_grad=False)
+        self.down, self.up = nn.Parameter(torch.randn(rank, WIDTH) / 2), nn.Parameter(torch.randn(WIDTH, rank) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.float().t() + x @ self.down.t() @ self.up.t())
+
+
+class Lookup(nn.Module):
+    """Rows of a table, chosen by the features."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.table((x.sum(1) > 0).long() % self.table.num_embeddings))
+
+
+class Unused(nn.Module):
+    """A layer that takes part, and one that does not."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.spare, self.used = nn.Linear(WIDTH, rows), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.used(x))
+
+
+class Strided(nn.Module):
+    """A parameter whose elements do not lie in memory in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+class Double(nn.Module):
+    """A parameter in f64 in a model in f32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x.double() + self.shift).float()
+
+
+class Residual(nn.Module):
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.child(x))
+
+
+class Frozen(Residual):
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__(child)
+        for parameter in child.parameters(recurse=True):
+            parameter.requires_grad_(False)
+
+
+class Sum(nn.Module):
+    def __init__(self, one: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.one, self.other = one, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.one(x) + self.other(x))
+
+
+class Checkpointed(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.child, x, use_reentrant=False)
+
+
+_NESTED: dict[str, Any] = {
+    "sequence": nn.Sequential,
+    "residual": Residual,
+    "frozen": Frozen,
+    "sum": Sum,
+    "checkpoint": Checkpointed,
+}
+_LEAVES: dict[str, Any] = {
+    "linear": lambda bias: nn.Linear(WIDTH, WIDTH, bias=bias),
+    "mlp": Mlp,
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "scale": Scale,
+    "adapter": Adapter,
+    "embedding": Lookup,
+    "unused": Unused,
+    "strided": Strided,
+    "double": Double,
+    "dropout": lambda: nn.Dropout(0.3),
+}

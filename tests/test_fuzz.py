@@ -1,0 +1,113 @@
+"""Random models on simulated ranks: outputs and gradients are those of the unsharded model.
+
+Every pass is verified. `--hypothesis-profile=thorough` draws ten times as many.
+"""
+
+import os
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+from fsdp_compile.costs import HARDWARE
+from tests.random_models import RandomModel, trees
+from tests.simulation import Simulation
+
+NUM_EXAMPLES = 2000 if settings.get_current_profile_name() == "thorough" else 150
+
+
+def options():
+    """Options of `rewrite`, each of which changes the graphs and none what they compute."""
+    distance = st.integers(0, 3)
+    fixed = st.fixed_dictionaries(
+        {},
+        optional={
+            "auto_wrap_policy": st.sampled_from(
+                [{nn.Linear}, partial(size_based_auto_wrap_policy, min_num_params=40), {RandomModel}, "auto"]
+            ),
+            "forward_prefetch": distance,
+            "backward_prefetch": distance,
+            "collective_lowering": st.sampled_from(["packed", "grouped"]),
+            "reshard_after_forward": st.booleans(),
+            "gradient_reduction": st.sampled_from(["mean", "sum", 3.0]),
+        },
+    )
+    planned = st.fixed_dictionaries(
+        {"hardware": st.sampled_from([HARDWARE["h100"], HARDWARE["a100-40"]])},
+        optional={"memory_budget": st.just("1 GiB"), "gradient_reduction": st.just("sum")},
+    )
+    unsharded = st.just({"sharding_strategy": ShardingStrategy.NO_SHARD})
+    return fixed | planned | unsharded
+
+
+WORLD_SIZES = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2)]
+
+
+@settings(max_examples=NUM_EXAMPLES)
+@given(trees(), st.booleans(), st.sampled_from(WORLD_SIZES), options(), st.integers(1, 3), st.booleans())
+def test_a_random_model_computes_what_it_does_unsharded(tree, is_double, world_size, options, rows, poison):
+    check_on_simulated_ranks(tree, is_double, world_size, options, rows, poison)
+
+
+def check_on_simulated_ranks(tree, is_double, world_size, options, rows, poison):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = RandomModel(tree, is_double)
+    note(f"{model}")
+    num_ranks = world_size[0] * world_size[1]
+    inputs = [model.inputs(rows, rank) for rank in range(num_ranks)]
+    seeds = list(range(num_ranks))
+    with patch.dict(os.environ, FSDP_COMPILE_POISON=str(int(poison))):
+        simulation = Simulation.of(model, inputs[0], world_size, **options)
+    found = simulation.step(dict(model.named_parameters()), inputs, seeds)
+
+    expected, gradients = unsharded(model, inputs, seeds)
+    for rank in range(num_ranks):
+        torch.testing.assert_close(found.outputs[rank][: len(expected[rank])], expected[rank])
+    divisor = {"mean": num_ranks, "sum": 1}.get(options.get("gradient_reduction", "mean"), 3.0)
+    reduced = {name: sum(each[name] for each in gradients) / divisor for name in gradients[0]}
+    for rank, of_rank in enumerate(found.gradients):
+        compare_gradients(model, simulation, of_rank, reduced, rank % world_size[1])
+
+
+def unsharded(model, inputs, seeds):
+    """Outputs and gradients of each rank's rows, by eager; zeros for parameters that have none."""
+    outputs, gradients = [], []
+    for own, seed in zip(inputs, seeds, strict=True):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        found = model(*own)
+        found = list(found) if isinstance(found, tuple) else [found]
+        outputs.append([each.detach() for each in found])
+        if found[0].requires_grad:
+            torch.autograd.backward(found, [torch.ones_like(each) for each in found])
+        grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+        gradients.append({name: grad.clone() for name, grad in grads.items()})
+    model.zero_grad()
+    return outputs, gradients
+
+
+def compare_gradients(model, simulation, found, reduced, index):
+    shard_of_key = {id(shard.stand_in): shard for shard in simulation.shards}
+    name_of_parameter = {id(parameter): name for name, parameter in model.named_parameters()}
+    compared = set()
+    for key, gradient in found:
+        if id(key) in shard_of_key:
+            shard = shard_of_key[id(key)]
+            names, expected = [name for name, _, _ in shard.slots], shard.of_rank(reduced, index)
+        elif id(key) in name_of_parameter:
+            names = [name_of_parameter[id(key)]]
+            expected = reduced[names[0]]
+        else:
+            assert gradient is None
+            continue
+        compared |= set(names)
+        actual = torch.zeros_like(expected) if gradient is None else gradient
+        torch.testing.assert_close(actual, expected, msg=lambda text, names=names: f"{names}: {text}")
+    for name, gradient in reduced.items():
+        assert name in compared or not gradient.any(), f"{name} has no gradient"
