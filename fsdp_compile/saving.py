@@ -34,6 +34,7 @@ _MADE_ANEW = {
     "is_checking",
     "graphs",
     "compilations",
+    "watched",
     "is_summoned",
 }  # not saved of a Sharding
 _INSTEAD = (

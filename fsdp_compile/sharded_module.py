@@ -110,6 +110,7 @@ class ShardedModule:
         sharding = sharding_of(self)  # type: ignore[arg-type]
         sharding.refuse_if_summoned("copy.deepcopy of the model")
         memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): [], id(sharding.compilations): Compilations()}
+        memo[id(sharding.watched)] = set()
         copies = [shard.copy_into(memo) for shard in sharding.shards]
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied

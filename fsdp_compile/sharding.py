@@ -27,9 +27,8 @@ from .reading import LocalRead, Read, Running, install_reads
 from .runtime.agreement import Agreement, agreement_of
 from .runtime.compilations import Compilations
 from .runtime.flat_shard import FlatShard
-from .runtime.gradients import carry_hooks
+from .runtime.gradients import carry_hooks, watch_whole
 from .runtime.groups import axes_of, device_of, first_ranks, is_nccl, num_shards_of, part_of
-from .runtime.guard import check_gradients_of
 from .runtime.optimizers import note_replacement
 from .scheduling import Goal, Options, Planner
 from .statements import statement_of_program
@@ -63,7 +62,9 @@ class Sharding:
         checks_gradients: whether a backward raises NonFiniteError for gradients that are not finite.
         is_checking: whether they will be checked at the end of the running backward.
         num_backwards: how many backwards were checked.
-        whole: with a single rank and if gradients are checked, unit and parameter by name.
+        divisor: with a single rank, what gradients are divided by.
+        whole: with a single rank, unit and parameter by name, if gradients are divided or checked.
+        watched: ids of those of them that have hooks for that.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
         gives_full_optimizer_state: whether `compat.FullyShardedDataParallel.optim_state_dict` gathers.
     """
@@ -85,7 +86,9 @@ class Sharding:
     checks_gradients: bool = False
     is_checking: bool = False
     num_backwards: int = 0
+    divisor: float = 1.0
     whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
+    watched: set[int] = dataclasses.field(default_factory=set)
     is_summoned: bool = False
     gives_full_optimizer_state: bool = True
 
@@ -139,6 +142,7 @@ class Sharding:
         self.refuse_if_summoned("the model")
         self.is_finishing = self.is_checking = False
         self.check()
+        watch_whole(self)
         for shard in self.shards:
             shard.prepare(keeps_gradients=self.keeps_gradients)
 
@@ -267,7 +271,8 @@ def shard_parameters(model: nn.Module, plan: Plan) -> Sharding:
     )
     if plan.mesh is None:
         _keep_whole(model, plan, sharding.running)
-        if plan.checks_gradients:
+        sharding.divisor = plan.reduction.divisor
+        if plan.checks_gradients or sharding.divisor != 1:
             sharding.whole = {name: (unit.name, value) for unit in plan.units for name, value in unit.parameters}
     else:
         reshard = plan.schedule.reshard_of_unit(sharding.units, num_shards_of(plan.mesh)).values()
@@ -296,7 +301,6 @@ def note_sharding(model: nn.Module, sharding: Sharding) -> None:
     if sharding.mesh is None:
         for parameter in model.parameters():
             parameter.fsdp_sharding = Membership(sharding)  # type: ignore[attr-defined]
-        check_gradients_of([parameter for _, parameter in sharding.whole.values()], sharding)
 
 
 def _keep_whole(model: nn.Module, plan: Plan, running: Running) -> None:

@@ -81,9 +81,18 @@ def _before_waits(node: torch.fx.Node) -> torch.fx.Node:
     """The first of the waits for gathers that stand right before `node`, or `node`; after frees."""
     while ops.is_call(node, ops.FREE):
         node = node.next  # what ends here is gone before anything starts
-    while ops.is_call(node.prev, ops.WAIT) and ops.is_all_gather(node.prev.all_input_nodes[0]):
+    first = node
+    while _gathers(node.prev):
         node = node.prev
-    return node
+        first = node if ops.is_call(node, ops.WAIT) else first
+    return first
+
+
+def _gathers(node: torch.fx.Node) -> bool:
+    """Whether this is an all-gather, the wait for one, or what prepares a shard."""
+    if ops.is_call(node, ops.WAIT):
+        return ops.is_all_gather(node.all_input_nodes[0])
+    return ops.is_all_gather(node) or ops.is_conversion(node) or ops.is_call(node, ops.JOIN)
 
 
 def _top(graph: torch.fx.Graph) -> torch.fx.Node:

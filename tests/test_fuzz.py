@@ -8,7 +8,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
-from hypothesis import given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
@@ -58,7 +58,6 @@ def check_on_simulated_ranks(tree, is_double, world_size, options, rows, poison)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = RandomModel(tree, is_double)
-    note(f"{model}")
     num_ranks = world_size[0] * world_size[1]
     inputs = [model.inputs(rows, rank) for rank in range(num_ranks)]
     seeds = list(range(num_ranks))

@@ -165,6 +165,28 @@ def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         hook(parameter)
 
 
+def watch_whole(sharding: Any) -> None:
+    """With a single rank, before a forward: gradients of whole parameters are divided and checked as those of shards.
+
+    Nothing else sees them. What divides comes before the user's hooks (private, as of torch 2.11 to 2.13).
+    """
+
+    def divide(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.div(gradient, sharding.divisor)
+
+    def check(_: torch.Tensor) -> None:
+        check_after_backward(sharding)
+
+    for _, parameter in sharding.whole.values():
+        if parameter.requires_grad and id(parameter) not in sharding.watched:
+            sharding.watched.add(id(parameter))
+            if sharding.divisor != 1:
+                handle = parameter.register_hook(divide)
+                parameter._backward_hooks.move_to_end(handle.id, last=False)
+            if sharding.checks_gradients:
+                parameter.register_post_accumulate_grad_hook(check)
+
+
 def carry_hooks(original: nn.Parameter, sharded: nn.Parameter) -> None:
     """Register the hooks of an original parameter on the one that takes its place."""
     for hook in (original._backward_hooks or {}).values():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
 from ..errors import NonFiniteError
 from ..passes import ops
@@ -27,17 +26,6 @@ def check_after_backward(sharding: Any) -> None:
             _check(sharding)
 
         torch.autograd.Variable._execution_engine.queue_callback(check)
-
-
-def check_gradients_of(parameters: Iterable[nn.Parameter], sharding: Any) -> None:
-    """The same where parameters are whole, on a single rank, and nothing else sees when they get gradients."""
-
-    def hook(_: torch.Tensor) -> None:
-        check_after_backward(sharding)
-
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(hook)
 
 
 @torch.no_grad()

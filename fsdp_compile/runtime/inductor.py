@@ -64,6 +64,14 @@ def _store(value: Any) -> Any:
     return value
 
 
+@register_lowering(ops.POISON, type_promotion_kind=None)
+def _poison(full: Any) -> None:
+    """What reads the buffer in the graph before this, and is yet to be computed, is computed first."""
+    full.realize()
+    V.graph.mark_buffer_mutated(full.get_name())
+    ir.FallbackKernel.create(ops.POISON, full)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Matmuls by oneDNN
 # ----------------------------------------------------------------------------------------------------------

@@ -176,14 +176,15 @@ def test_buffers_in_flight_are_left_alone(lowering, prefetch):
     for code in codes:
         lines = [line.strip() for line in code[code.index("def call(") :].splitlines()]
         for start, line in enumerate(lines):
-            if "_c10d_functional." in line and "wait_tensor" not in line:
+            if "ops._c10d_functional." in line and not re.search(r"wait_tensor|assert_", line):
                 filled, read = buffers_of_collective(lines, start)
                 ends = [end for end, other in enumerate(lines) if is_wait_for(other, filled)]
                 assert ends, line
-                for other in lines[start + 1 : max(ends)]:
+                for other in lines[start + 1 : min(ends)]:
                     touched = set(re.findall(r"\w+", other.partition("#")[0]))
                     is_part = re.match(r"buf\d+ = buf\d+(\[\d+\])?$", other.partition("#")[0].strip())
-                    is_ours = is_wait_for(other, filled) or is_part or "assert_" in other
+                    is_list = other == f"del {lines[start].partition(' = ')[0]}" and len(filled) > 1
+                    is_ours = is_wait_for(other, filled) or is_part or is_list or "assert_" in other
                     assert is_ours or not touched & filled, (line, other)
                     assert not (other.startswith("del ") or "reuse" in other) or not touched & read, (line, other)
                 num_checked += 1

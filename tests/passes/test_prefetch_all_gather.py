@@ -1,3 +1,4 @@
+import torch
 from torch import nn
 
 from fsdp_compile.passes import ops
@@ -6,6 +7,18 @@ from fsdp_compile.passes.plan import Gather, StepPlan
 from fsdp_compile.passes.prefetch_all_gather import PrefetchAllGather
 from tests.passes.tiny import Adapted, Chain, four_layers, rows, three_layers
 from tests.passes.tracing import Drawing, Pictures, trace
+
+
+class Masked(nn.Module):
+    """One unit with two buckets, which one kernel reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)
+        self.trained = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.frozen.float() * self.trained
 
 
 class TestPrefetchAllGather(Pictures):
@@ -87,6 +100,28 @@ forward(low: f32[8], primals_2: f32[3,4], mid: f32[8], top: f32[8])
   permute_2: f32[4,4] = permute(top.weight, [1, 0])
   mm_2: f32[3,4] = mm(mm_1, permute_2)
   return [mm_2, mid, top.weight, primals_2, mm, mm_1]""",
+        )
+
+    def test_two_gathers_for_one_kernel_start_before_the_waits_for_both(self):
+        gathers = [Gather((f"root/{kind}",), False, "frozen") for kind in ("bfloat16.frozen", "float32")]
+        graph = trace(Masked(), rows(), plan=StepPlan((), tuple(gathers), (), 1)).after(PrefetchAllGather)
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(root/bfloat16.frozen: bf16[8], primals_2: f32[3,4], root/float32: f32[4])
+  root/bfloat16.frozen.pending: bf16[16] = fsdp.all_gather(root/bfloat16.frozen)
+  root/float32.pending: f32[8] = fsdp.all_gather(root/float32)
+  root/bfloat16.frozen.gathered: bf16[16] = fsdp.wait(root/bfloat16.frozen.pending)
+  root/float32.gathered: f32[8] = fsdp.wait(root/float32.pending)
+  frozen: bf16[4] = fsdp.copy_out(root/bfloat16.frozen.gathered, 0)
+  fsdp.free(root/bfloat16.frozen.gathered)
+  convert_element_type: f32[4] = prims.convert_element_type(frozen, f32)
+  mul: f32[3,4] = mul(primals_2, convert_element_type)
+  trained: f32[4] = fsdp.copy_out(root/float32.gathered, 0)
+  fsdp.free(root/float32.gathered)
+  mul_1: f32[3,4] = mul(mul, trained)
+  fsdp.free(trained)
+  return [mul_1, frozen, primals_2]""",
         )
 
     def test_a_plan_moves_what_is_joined_with_its_gather(self):
