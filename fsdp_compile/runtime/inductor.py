@@ -12,8 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._inductor import config, ir
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor import config, custom_graph_pass, ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.utils import is_collective, is_wait
@@ -24,7 +23,11 @@ from ..passes import ops
 _aten = torch.ops.aten
 
 
-class Fences(CustomGraphPass):
+# With torch 2.11 it is a pass over fx graphs that Inductor's cache of generated code takes for this, too.
+_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+
+
+class Fences(_SchedulerPass):  # type: ignore[misc]  # one of two
     """Kernels are fused between two neighbouring collectives or waits, and never across one.
 
     Fusing across would start a gather later, or wait for it earlier, than the schedule says. This is Inductor's
@@ -32,7 +35,7 @@ class Fences(CustomGraphPass):
     the nodes without keeping buffers alive.
     """
 
-    def __call__(self, nodes: list[Any]) -> list[Any]:  # type: ignore[override]  # declared for passes over fx graphs
+    def __call__(self, nodes: list[Any]) -> list[Any]:
         fence: Any = None
         between: list[Any] = []
         for node in nodes:
@@ -47,9 +50,9 @@ class Fences(CustomGraphPass):
             nodes[0].scheduler.compute_ancestors()
         return nodes
 
-    def uuid(self) -> str:
-        """For Inductor's cache of generated code."""
-        return f"fsdp_compile.fences{'.onednn' if onednn_is_faster() else ''}"
+    def uuid(self) -> bytes:
+        """For the key of Inductor's cache of generated code: what this file does to it, and how on this machine."""
+        return custom_graph_pass.get_hash_for_files((__file__,), "onednn" if onednn_is_faster() else "")
 
 
 def _order(earlier: Any, later: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -108,6 +109,19 @@ def test_grouped_gathers_copy_nothing():
     weights = [line for line in forward.splitlines() if re.search(r"extern_kernels\.(mm|addmm)\(", line)]
     waited = set(re.findall(r"wait_tensor\.default\((\w+)\)", forward))
     assert all(waited & set(re.findall(r"\w+", line)) for line in weights)
+
+
+def test_generated_code_is_taken_from_inductors_cache():
+    def compile_anew():
+        torch._dynamo.reset()
+        counters.clear()
+        model = fsdp_compile(build("few_rows"))
+        model(*model.inputs(2, seed=0)).backward()
+        assert "fxgraph_cache_bypass" not in counters["inductor"]
+        return counters["inductor"]["fxgraph_cache_hit"]
+
+    compile_anew()
+    assert compile_anew() == 2  # forward and backward
 
 
 @pytest.mark.parametrize("lowering", ["packed", "grouped"])

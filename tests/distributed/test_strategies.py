@@ -20,6 +20,7 @@ from tests.distributed.training import (
     assert_same_gradients,
     assert_same_parameters,
     batch_of_rank,
+    full,
     global_batch,
     mean_over_ranks,
     train,
