@@ -17,7 +17,7 @@ from ..errors import CompilationWarning
 
 # A graph each for training, for evaluation and for gradients that are kept (`no_sync`) is as it should be.
 _EXPECTED = ("grad_mode", ".training", ".gradient ", ".accumulated", "_fsdp_running")
-
+_CALLER = 8  # frames up from a warning stands the call of the model
 _RESUMED = "torch_dynamo_resume_in"  # begins the name of what comes after a graph break
 
 
@@ -54,12 +54,12 @@ class Compilations:
         for why in reasons:
             if why not in self.breaks:
                 self.breaks.append(why)
-                warnings.warn(f"the graph of {model} breaks: {why}", CompilationWarning, stacklevel=6)
+                warnings.warn(f"the graph of {model} breaks: {why}", CompilationWarning, stacklevel=_CALLER)
 
     def _note_again(self, model: str, reasons: list[str]) -> None:
         for why in reasons:
             if why not in self.again and not any(part in why for part in _EXPECTED):
-                warnings.warn(f"{model} was compiled again: {why}", CompilationWarning, stacklevel=6)
+                warnings.warn(f"{model} was compiled again: {why}", CompilationWarning, stacklevel=_CALLER)
             self.again[why] += 1
 
     def __str__(self) -> str:

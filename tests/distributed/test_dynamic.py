@@ -68,7 +68,9 @@ def warned_while(function):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()
-    return [str(each.message) for each in caught if each.category is CompilationWarning]
+    found = [each for each in caught if each.category is CompilationWarning]
+    assert all(each.filename == __file__ for each in found)  # where the model is called
+    return [str(each.message) for each in found]
 
 
 @on_ranks(2)

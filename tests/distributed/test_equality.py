@@ -38,6 +38,16 @@ def test_training_equals_the_unsharded_model(world_size, backend, name):
     assert len(model.graphs) == NUM_GRAPHS.get(name, 1)
 
 
+@pytest.mark.parametrize(("backend", "name"), [("aot_eager", "gpt"), ("inductor", "odd_mlp")])
+@on_ranks(2)
+def test_the_same_training_twice_is_equal_to_the_last_bit(world_size, backend, name):
+    first, second = (fsdp_compile(build(name), backend=backend) for _ in range(2))
+    losses = [train(model, adamw(model.parameters()), STEPS) for model in (first, second)]
+    assert torch.equal(*losses)
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+
+
 # Each rank's BatchNorm sees that rank's rows only, as in FSDP2 and DDP. So the exact reference is not the
 # model on the whole batch, but one unsharded model per rank, with averaged gradients and own statistics.
 @all_backends

@@ -14,7 +14,7 @@ from fsdp_compile import RankError, fsdp_compile
 from fsdp_compile.runtime import agreement
 from tests import ranks
 from tests.distributed.training import adamw
-from tests.ranks import on_ranks, run_on_ranks
+from tests.ranks import run_on_ranks
 
 LIMIT = 30.0  # seconds in which a survivor has to stop
 
@@ -120,8 +120,7 @@ def test_what_all_ranks_raise_stops_nobody():
     assert first == second
 
 
-@on_ranks(2)
-def test_a_process_group_destroyed_underneath_is_an_error(world_size):
+def lose_the_process_group():
     mesh = init_device_mesh("cpu", (2,))
     model = fsdp_compile(Breaking(), mesh, backend="aot_eager")
     x = torch.ones(4, 8)
@@ -131,3 +130,8 @@ def test_a_process_group_destroyed_underneath_is_an_error(world_size):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="process group"):
             model(x, nothing).backward()
+
+
+def test_a_process_group_destroyed_underneath_is_an_error():
+    run_on_ranks(2, lose_the_process_group)
+    ranks._pools.pop(2).stop()  # which has none any more
