@@ -199,10 +199,6 @@ def _(value: torch.Tensor) -> torch.Tensor:
 
 
 @_fake("free")
-def _(full: torch.Tensor) -> None:
-    return None
-
-
 @_fake("poison")
 def _(full: torch.Tensor) -> None:
     return None

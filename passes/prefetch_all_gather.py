@@ -92,7 +92,7 @@ def _gathers(node: torch.fx.Node) -> bool:
     """Whether this is an all-gather, the wait for one, or what prepares a shard."""
     if ops.is_call(node, ops.WAIT):
         return ops.is_all_gather(node.all_input_nodes[0])
-    return ops.is_all_gather(node) or ops.is_conversion(node) or ops.is_call(node, ops.JOIN)
+    return ops.is_all_gather(node) or _is_preparation(node)
 
 
 def _top(graph: torch.fx.Graph) -> torch.fx.Node:
@@ -136,10 +136,14 @@ def _prepares(gather: torch.fx.Node) -> list[torch.fx.Node]:
     found: list[torch.fx.Node] = []
     sources = list(gather.all_input_nodes)
     for source in sources:
-        if ops.is_conversion(source) or ops.is_call(source, ops.JOIN):
+        if _is_preparation(source):
             found.append(source)
             sources += source.all_input_nodes
     return found
+
+
+def _is_preparation(node: torch.fx.Node) -> bool:
+    return ops.is_conversion(node) or ops.is_call(node, ops.JOIN)
 
 
 def _is_first_kept(units: list[tuple[str, list[torch.fx.Node]]], index: int) -> bool:

@@ -5,16 +5,29 @@ A tree is nested tuples, so that it prints, pickles and shrinks; `RandomModel(tr
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 5  # of all features: no number of ranks divides it
 
 Tree = tuple[Any, ...]
+
+
+def schedules() -> dict[str, st.SearchStrategy[Any]]:
+    """Options of `fsdp_compile` and `rewrite` that fit every model here, and change graphs but no values."""
+    by_size = partial(size_based_auto_wrap_policy, min_num_params=40)
+    return {
+        "auto_wrap_policy": st.sampled_from([{nn.Linear}, by_size, {RandomModel}, "auto"]),
+        "forward_prefetch": st.integers(0, 3),
+        "backward_prefetch": st.integers(0, 3),
+        "collective_lowering": st.sampled_from(["packed", "grouped"]),
+    }
 
 
 def trees(*, with_dropout: bool = True) -> st.SearchStrategy[Tree]:

@@ -4,18 +4,15 @@ Every pass is verified. `--hypothesis-profile=thorough` draws 2,000 of them.
 """
 
 import os
-from functools import partial
 from unittest.mock import patch
 
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from fsdp_compile.costs import HARDWARE
-from tests.random_models import RandomModel, trees
+from tests.random_models import RandomModel, schedules, trees
 from tests.simulation import Simulation
 
 NUM_EXAMPLES = 2000 if settings.get_current_profile_name() == "thorough" else 60
@@ -23,16 +20,10 @@ NUM_EXAMPLES = 2000 if settings.get_current_profile_name() == "thorough" else 60
 
 def options():
     """Options of `rewrite`, each of which changes the graphs and none what they compute."""
-    distance = st.integers(0, 3)
     fixed = st.fixed_dictionaries(
         {},
         optional={
-            "auto_wrap_policy": st.sampled_from(
-                [{nn.Linear}, partial(size_based_auto_wrap_policy, min_num_params=40), {RandomModel}, "auto"]
-            ),
-            "forward_prefetch": distance,
-            "backward_prefetch": distance,
-            "collective_lowering": st.sampled_from(["packed", "grouped"]),
+            **schedules(),
             "reshard_after_forward": st.booleans(),
             "gradient_reduction": st.sampled_from(["mean", "sum", 3.0]),
         },
@@ -48,7 +39,7 @@ def options():
 WORLD_SIZES = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2)]
 
 
-# Both have failed.
+# For examples that have failed.
 PLANNED = {"hardware": HARDWARE["h100"]}
 ADAPTERS = ("sequence", (("adapter", 3), ("linear", False), ("adapter", 3), ("adapter", 3)))
 
@@ -58,10 +49,6 @@ ADAPTERS = ("sequence", (("adapter", 3), ("linear", False), ("adapter", 3), ("ad
 @example(("linear", False), False, (2, 2), PLANNED, 1, False)  # two reductions under way, each over both axes
 @example(("residual", ADAPTERS), False, (1, 3), PLANNED, 1, True)  # two gathers right before the first kernel
 def test_a_random_model_computes_what_it_does_unsharded(tree, is_double, world_size, options, rows, poison):
-    check_on_simulated_ranks(tree, is_double, world_size, options, rows, poison)
-
-
-def check_on_simulated_ranks(tree, is_double, world_size, options, rows, poison):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = RandomModel(tree, is_double)

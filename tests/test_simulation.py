@@ -1,4 +1,4 @@
-"""The simulation of ranks sees what real ones would suffer from: early frees, dropped waits, wrong divisors."""
+"""The simulation of ranks sees what real ones would suffer from: early frees and dropped waits."""
 
 import os
 from unittest.mock import patch

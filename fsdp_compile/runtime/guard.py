@@ -13,6 +13,7 @@ from ..passes import ops
 from .views import local_tensor
 
 _SHOWN = 8  # parameters that an error names
+_NAN = 2  # of the kinds of values, for the maximum over ranks
 
 
 def check_after_backward(sharding: Any) -> None:
@@ -49,9 +50,6 @@ def _check(sharding: Any) -> None:
         f"gradients are not finite at the end of backward number {sharding.num_backwards} since the model was sharded, "
         f"in {len(bad)} of {len(named)} parameters:\n  " + "\n  ".join([*shown, *more])
     )
-
-
-_NAN = 2
 
 
 def _kind(gradient: torch.Tensor | None) -> torch.Tensor:

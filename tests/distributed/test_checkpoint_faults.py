@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
 
 from fsdp_compile import fsdp_compile
 from tests import ranks
+from tests.distributed.test_checkpoint import state_of
 from tests.distributed.training import adamw, train
 from tests.models import build
 from tests.ranks import on_ranks, run_on_ranks
@@ -28,13 +29,11 @@ def fresh(seed):
 
 
 def save(path, model, optimizer, **options):
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path, **options)
+    dcp.save(state_of(model, optimizer), checkpoint_id=path, **options)
 
 
 def load(path, model, optimizer):
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 

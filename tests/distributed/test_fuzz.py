@@ -3,21 +3,18 @@
 `--hypothesis-profile=thorough` trains 100 of them.
 """
 
-import pickle
-from functools import partial
+import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from fsdp_compile import fsdp_compile
 from tests.distributed.training import assert_close, assert_same_gradients, assert_same_parameters, sgd
-from tests.random_models import RandomModel, trees
+from tests.random_models import RandomModel, schedules, trees
 from tests.ranks import run_on_ranks
 
 IS_THOROUGH = settings.get_current_profile_name() == "thorough"
@@ -25,17 +22,11 @@ ROWS = 2
 
 
 def options():
-    distance = st.integers(0, 2)
     return st.fixed_dictionaries(
         {"backend": st.sampled_from(["aot_eager", "aot_eager", "aot_eager", "inductor"])},
         optional={
-            "auto_wrap_policy": st.sampled_from(
-                [{nn.Linear}, partial(size_based_auto_wrap_policy, min_num_params=40), {RandomModel}]
-            ),
+            **schedules(),
             "sharding_strategy": st.sampled_from([ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]),
-            "collective_lowering": st.sampled_from(["packed", "grouped"]),
-            "forward_prefetch": distance,
-            "backward_prefetch": distance,
             "hardware": st.just("h100"),
         },
     )
@@ -50,7 +41,7 @@ def loss_of(model, rank, step):
 def compare(tree, is_double, options):
     torch.manual_seed(0)
     expected = RandomModel(tree, is_double)
-    model = pickle.loads(pickle.dumps(expected))
+    model = copy.deepcopy(expected)
     fsdp_compile(model, **options)
     optimizers = [sgd(each.parameters()) for each in (model, expected)]
     ranks = range(dist.get_world_size())
