@@ -7,9 +7,9 @@
 The hosts are network namespaces of this machine (hosts.py). Every plan (prefetch distances, what is kept between
 forward and backward, what is sharded at all, and what `hardware=` plans) is predicted and run; and plans for memory
 budgets, each a part of the predicted peak of the last of the plans before. The plans take turns, and the machine and
-the link are calibrated before every round, because the speed of a machine changes. Times are of forward and backward:
-medians of all steps, and of the predictions of the rounds. Peaks are those of a rank's tensors meanwhile, Adam's states
-included.
+the link are calibrated before every turn, because the speed of a machine changes. Times are of forward and backward:
+medians of all steps, and of the predictions by all calibrations. Peaks are those of a rank's tensors meanwhile, Adam's
+states included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,6 @@ class Subject:
         self.model = fsdp_compile(model, **plan)
         self.optimizer = torch.optim.AdamW(model.parameters())
         self.seconds: list[float] = []
-        self.predicted: list[Prediction] = []
         for _ in range(WARM_UP):
             _, peak = self.step()
         self.peak = peak - before
@@ -109,15 +108,12 @@ class Subject:
         self.optimizer.zero_grad()
         return elapsed.item(), peak
 
-    def round(self, hardware: Hardware, steps: int) -> None:
-        self.seconds += [self.step()[0] for _ in range(steps)]
-        self.predicted.append(predict(self.model.graphs[0], hardware))
-
-    def row(self) -> dict[str, float]:
-        """Medians, the spread of what was measured, and bytes."""
+    def row(self, calibrations: list[Hardware]) -> dict[str, float]:
+        """Medians, of steps and of predictions, the spread of what was measured, and bytes."""
+        predicted = [predict(self.model.graphs[0], hardware) for hardware in calibrations]
 
         def median(value: Callable[[Prediction], float]) -> float:
-            return statistics.median(map(value, self.predicted))
+            return statistics.median(map(value, predicted))
 
         deciles = statistics.quantiles(self.seconds, n=10)
         return {
@@ -129,7 +125,7 @@ class Subject:
             "communication": median(lambda found: max(found.timeline.communication.values())),
             "exposed": median(lambda found: found.exposed),
             "measured peak": self.peak,
-            "predicted peak": self.predicted[0].memory.peak.total,
+            "predicted peak": predicted[0].memory.peak.total,
         }
 
 
@@ -146,7 +142,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def rows_of(model: str, options: argparse.Namespace, allocation: Allocation) -> list[dict[str, Any]]:
-    """What each plan of a model took: the plans in turns, and a calibration before each round."""
+    """What each plan of a model took: the plans in turns, and a calibration before each turn."""
     hardware = calibrate(allocation.device, ranks_per_node=1)
     subjects = {plan: Subject(model, schedule_of(plan, hardware), allocation) for plan in options.plans}
     refused = {}
@@ -159,11 +155,12 @@ def rows_of(model: str, options: argparse.Namespace, allocation: Allocation) -> 
                 subjects[plan] = Subject(model, schedule, allocation)
             except ConfigError as e:
                 refused[plan] = str(e)
+    calibrations = []
     for _ in range(options.rounds):
-        hardware = calibrate(allocation.device, ranks_per_node=1)
         for subject in subjects.values():
-            subject.round(hardware, options.steps)
-    found = [{"model": model, "plan": plan, **subject.row()} for plan, subject in subjects.items()]
+            calibrations.append(calibrate(allocation.device, ranks_per_node=1))
+            subject.seconds += [subject.step()[0] for _ in range(options.steps)]
+    found = [{"model": model, "plan": plan, **subject.row(calibrations)} for plan, subject in subjects.items()]
     return found + [{"model": model, "plan": plan, "refused": why} for plan, why in refused.items()]
 
 
@@ -190,14 +187,17 @@ def run_hosts(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     return json.loads(result.read_text())
 
 
-def rank_correlation(first: list[float], second: list[float]) -> float:
-    """Spearman's; equal values share the mean of their ranks."""
+def rank_correlation(rows: list[dict[str, Any]]) -> float:
+    """Spearman's, of predicted and measured seconds; plans with one prediction are the same graphs, and count once."""
+    measured_of: dict[float, list[float]] = {}
+    for row in rows:
+        measured_of.setdefault(row["predicted"], []).append(row["measured"])
 
-    def ranks(values: list[float]) -> list[float]:
-        ordered = sorted(values)
-        return [ordered.index(value) + (values.count(value) - 1) / 2 for value in values]
+    def ranks(values: Iterable[float]) -> list[int]:
+        found = list(values)
+        return [sorted(found).index(value) for value in found]
 
-    return statistics.correlation(ranks(first), ranks(second))
+    return statistics.correlation(ranks(measured_of), ranks(map(statistics.mean, measured_of.values())))
 
 
 def main() -> None:
@@ -225,8 +225,7 @@ def main() -> None:
 
 def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
     found = [row for row in rows if "refused" not in row]
-    measured, predicted = ([row[name] for row in found] for name in ("measured", "predicted"))
-    table = Table(title=title, caption=f"rank correlation {rank_correlation(measured, predicted):.3f}")
+    table = Table(title=title, caption=f"rank correlation {rank_correlation(found):.3f}")
     table.add_column("plan", no_wrap=True)
     for heading in ("measured ms", "p10", "p90", "predicted ms", "ratio", "compute", "communication", "exposed"):
         table.add_column(heading, justify="right")

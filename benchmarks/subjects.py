@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 from workloads import Workload
 
 from fsdp_compile import fsdp_compile
@@ -112,13 +113,46 @@ def simple_overlap(case: Case, *, is_kept: bool = False) -> nn.Module:
 
 
 def ours(case: Case, **options: Any) -> nn.Module:
-    inductor = dict(case.inductor) or None
+    inductor = None if "backend" in options else dict(case.inductor) or None
     # The ranks build equal models; with the "fake" process group there is nobody to get values from.
     return fsdp_compile(case.model, sync_module_states=False, options=inductor, **options)
 
 
 def ours_planned(case: Case, **options: Any) -> nn.Module:
     return ours(case, hardware=case.hardware, memory_budget=case.memory_budget, **options)
+
+
+class Messages(nn.Module):
+    """The collectives of a model's graphs, one after another, and nothing that is computed."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(1))
+        model(*inputs).backward()
+        lowered = model.graphs[-1].lowered
+        self.calls = [
+            (node.target, tree_map(_ones, list(node.args)))
+            for gm in (lowered.forward, lowered.backward)
+            for node in gm.graph.nodes
+            if str(node.target).startswith("_c10d_functional") and node.target is not _WAIT
+        ]
+
+    def forward(self, *_: Tensor) -> Tensor:
+        for target, arguments in self.calls:
+            pending = target(*arguments)
+            for result in pending if isinstance(pending, list) else [pending]:
+                _WAIT(result)
+        return self.nothing.sum()
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def _ones(argument: Any) -> Any:
+    if not isinstance(argument, torch.fx.Node):
+        return argument
+    value = argument.meta["val"]
+    return torch.ones(value.shape, dtype=value.dtype, device=value.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +163,13 @@ class Subject:
         shard: makes of a case what is called, a module with parameters for an optimizer.
         is_calibrated: whether it asks for the hardware, measured.
         budget: the part of FSDP2's peak that it may have; None for no limit.
+        computes: whether it trains at all.
     """
 
     shard: Callable[[Case], nn.Module]
     is_calibrated: bool = False
     budget: float | None = None
+    computes: bool = True
 
 
 SUBJECTS = {
@@ -156,10 +192,12 @@ SUBJECTS = {
     "fsdp_compile-auto": Subject(
         lambda case: ours_planned(case, sharding_strategy="auto", example_inputs=case.inputs), is_calibrated=True
     ),
+    "messages": Subject(lambda case: Messages(ours(case, backend="aot_eager"), case.inputs), computes=False),
     "fsdp_compile-packed": Subject(lambda case: ours(case, collective_lowering="packed")),
     "fsdp_compile-grouped": Subject(lambda case: ours(case, collective_lowering="grouped")),
 }
-"""simple: gathers again for the backward, kept: does not; fit: planned in FSDP2's memory, tight: in 0.8 of it."""
+"""simple: gathers again for the backward, kept: does not; fit: planned in FSDP2's memory, tight: in 0.8 of it;
+messages: what fsdp_compile sends, without computing anything."""
 
 
 class Training:

@@ -1,8 +1,9 @@
-"""The command line: `python -m fsdp_compile plan` and `python -m fsdp_compile calibrate`."""
+"""The command line: `fsdp-compile plan`, `report`, `calibrate` and `doctor`."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -23,7 +24,9 @@ from .api import initialise_from_environment, rewrite
 from .costs.calibrate import calibrate
 from .costs.hardware import HARDWARE, Hardware, find_hardware
 from .costs.predict import OPTIMIZERS, Prediction, predict
+from .doctor import examine
 from .errors import CaptureError, ConfigError
+from .report import Schedule, page, trace
 from .scheduling import Goal
 from .strategies import best_strategy, candidates, is_auto
 
@@ -35,18 +38,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except (ConfigError, CaptureError) as e:
+    except (ConfigError, CaptureError, OSError) as e:
+        if options.debug:
+            raise
         sys.exit(f"error: {e}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fsdp_compile", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    parser = argparse.ArgumentParser(
+        prog="fsdp-compile",
+        description="Plan, look at and check training with fsdp_compile. COMMAND --help is the manual of a command.",
+    )
+    parser.add_argument("--debug", action="store_true", help="errors with their tracebacks")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_plan(commands)
+    _add_report(commands)
+    _add_calibrate(commands)
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is installed, and train a small model on 2 ranks of this machine",
+        description="Prints versions, devices and compilers, then trains a small model on 2 ranks of this machine, "
+        "with every backend that can run, and compares it with the unsharded one. Exits with 1 if something is wrong.",
+    )
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="predict time and memory of a training step, without the hardware",
         description="Trace a model on the meta device, rewrite its training step for every combination of the options, "
         "and predict what a step takes of a rank. Options with a + take several values.",
+        epilog="example: fsdp-compile plan examples/llama.py:llama3_8b --gpus 8 64 --seq 8192 --html plan.html",
     )
     plan.add_argument("model", metavar="FILE:FUNCTION", help="a function without arguments that returns the model")
     plan.add_argument(
@@ -72,16 +96,57 @@ def _parser() -> argparse.ArgumentParser:
         "--hardware", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}, or a profile of `calibrate`"
     )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.add_argument("--html", metavar="FILE", help="write the schedules as a page for a browser, too")
     plan.set_defaults(run=_plan)
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="show a schedule that was saved",
+        description="Shows a schedule that model.explain(schedule=FILE) saved: in words, as a page for a browser, or "
+        "as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.",
+    )
+    report.add_argument(
+        "schedule", nargs="+", metavar="FILE", help="one or more of them, of which a trace lays one over the other"
+    )
+    report.add_argument("--html", metavar="FILE", help="the page to write")
+    report.add_argument("--trace", metavar="FILE", help="the trace to write")
+    report.set_defaults(run=_report)
+
+
+def _add_calibrate(commands: Any) -> None:
     measure = commands.add_parser(
         "calibrate",
         help="measure the machine, or under torchrun the cluster, into a profile for `plan`",
         description="Measures matmuls, memory, and under torchrun messages of several sizes; takes a few seconds.",
+        epilog="example: torchrun --nproc-per-node 8 -m fsdp_compile calibrate --out cluster.json",
     )
     measure.add_argument("--out", default="hardware.json", metavar="FILE", help="(default: hardware.json)")
     measure.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     measure.set_defaults(run=_calibrate)
-    return parser
+
+
+def _report(options: argparse.Namespace) -> None:
+    schedules = {path: Schedule.from_json(Path(path).read_text()) for path in options.schedule}
+    for schedule in schedules.values():
+        print(schedule.about)
+    if options.html:
+        Path(options.html).write_text(page(list(schedules.values())))
+    if options.trace:
+        Path(options.trace).write_text(trace(schedules))
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    table, is_well = Table(title="fsdp-compile doctor", title_justify="left"), True
+    for heading in ("what", "found", ""):
+        table.add_column(heading)
+    for finding in examine():
+        table.add_row(finding.what, finding.found, "ok" if finding.is_well else "[bold red]wrong[/]")
+        is_well &= finding.is_well
+    Console().print(table)
+    if not is_well:
+        sys.exit(1)
 
 
 def _calibrate(options: argparse.Namespace) -> None:
@@ -102,7 +167,7 @@ def _calibrate(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     make_model, make_inputs = _load(options.model, options.inputs)
     hardware = find_hardware(options.hardware)
-    rows = []
+    rows, schedules = [], []
     for gpus, batch, strategy in itertools.product(options.gpus, options.batch, options.strategy):
         with torch.device("meta"):
             model, inputs = make_model(), make_inputs(batch, options.seq)
@@ -117,6 +182,11 @@ def _plan(options: argparse.Namespace) -> None:
             graphs = rewriting(world_size=world_size, sharding_strategy=ShardingStrategy[strategy])
         prediction = predict(graphs, hardware, optimizer=options.optimizer)
         rows.append(_row(prediction, gpus, batch, options.seq, strategy))
+        if options.html:
+            title = f"{gpus} GPUs, {batch} x {options.seq} tokens each, {strategy}, on {hardware.name}"
+            schedules.append(dataclasses.replace(Schedule.of(prediction), title=title))
+    if options.html:
+        Path(options.html).write_text(page(schedules))
     if options.json:
         print(json.dumps({"hardware": hardware.name, "digest": hardware.digest, "plans": rows}, indent=2))
     else:

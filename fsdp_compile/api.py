@@ -25,6 +25,7 @@ from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .layout import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
 from .passes import ops
+from .passes.pipeline import Pass
 from .precision import find_precision, install_casts
 from .reading import off_meta, reading_copy
 from .runtime.agreement import agreement_of
@@ -68,6 +69,7 @@ def fsdp_compile(
     sync_module_states: bool = True,
     gradient_reduction: str | float = "mean",
     check_gradients: bool = False,
+    passes: Sequence[Pass] = (),
     backend: str = "inductor",
     fullgraph: bool = False,
     dynamic: bool | None = None,
@@ -106,6 +108,8 @@ def fsdp_compile(
         gradient_reduction: "mean" or "sum" over the ranks, or a number that the sum is divided by.
         check_gradients: whether a backward raises NonFiniteError, on every rank, if a gradient of any is infinite or
             NaN; for debugging: it waits for all gradients. What no_sync keeps is checked when it is reduced.
+        passes: your own, objects of dataclasses that change a graph in place. They are called with the forward and the
+            backward once these are in order, and what they leave is verified; see docs/writing_a_pass.md.
         backend: "inductor", or "aot_eager" for the same graphs without code generation.
         fullgraph, dynamic, options: passed on to torch.compile and Inductor.
         memory_budget: bytes (or text such as "16 GiB") that a rank may hold during a step, all told. The schedule is
@@ -147,6 +151,7 @@ def fsdp_compile(
         sync_module_states=sync_module_states,
         gradient_reduction=gradient_reduction,
         check_gradients=check_gradients,
+        passes=passes,
     )
     compile_as = CompileAs(config)
     compile_as(model)
@@ -175,6 +180,7 @@ def shard(
     sync_module_states: bool = True,
     gradient_reduction: str | float = "mean",
     check_gradients: bool = False,
+    passes: Sequence[Pass] = (),
 ) -> nn.Module:
     """Shard `model` in place, without compiling it: it runs in eager, one parameter gathered at a time.
 
@@ -206,6 +212,7 @@ def shard(
             collective_lowering=collective_lowering,
             ignored_params=ignored_params,
             gradient_reduction=gradient_reduction,
+            passes=passes,
         )
         sharding_strategy, reason, hardware = chosen.strategy, chosen.reason, chosen.hardware
         mesh, process_group = chosen.mesh, chosen.process_group
@@ -218,6 +225,7 @@ def shard(
         collective_lowering,
         memory_budget,
         None if hardware is None else find_hardware(hardware),
+        passes,
         _poisons(),
     )
     reduction, offload = Reduction.of(gradient_reduction), OffloadConfig.of(offload_policy)
@@ -358,6 +366,7 @@ def rewrite(
     hardware: Hardware | str | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     gradient_reduction: str | float = "mean",
+    passes: Sequence[Pass] = (),
     **kwargs: Any,
 ) -> RewrittenGraphs:
     """The graphs that a rank would compile for `model(*args, **kwargs)`.
@@ -393,6 +402,7 @@ def rewrite(
             collective_lowering=collective_lowering,
             ignored_params=None if ignored_params is None else list(ignored_params),
             gradient_reduction=gradient_reduction,
+            passes=passes,
             **kwargs,
         )
         goal = Goal(found, num_bytes_of(memory_budget), "inductor")
@@ -407,6 +417,7 @@ def rewrite(
         collective_lowering,
         memory_budget,
         found,
+        passes,
         _poisons(),
     )
     reduction = Reduction.of(gradient_reduction)

@@ -31,7 +31,7 @@ from .passes.pipeline import Pipeline
 from .passes.plan import StepPlan
 from .runtime.compilations import Compilations
 from .runtime.gradients import shard_of
-from .runtime.inductor import Fences, fast_matmuls
+from .runtime.inductor import Fences, fast_matmuls, whole_copies
 from .runtime.kernels import capturing
 
 MakePlan = Callable[[str, Draft], StepPlan | None]
@@ -97,7 +97,7 @@ class Capture:
         def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             if kwargs.get("is_inference"):
                 self._rewrite_inference(graph)
-            with fast_matmuls():
+            with fast_matmuls(), whole_copies():
                 compiled = (
                     compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph, inputs)
                 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
@@ -149,7 +152,8 @@ class FullyShardedDataParallel(metaclass=_Sharded):
             backend=backend,
         )
         if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
-            _cast_buffers(module, mixed_precision.buffer_dtype)
+            left_alone = (*(ignored_modules or ()), *(ignored_states or ()))
+            _cast_buffers(module, mixed_precision, [item for item in left_alone if isinstance(item, nn.Module)])
         return sharded
 
     @staticmethod
@@ -179,43 +183,65 @@ class FullyShardedDataParallel(metaclass=_Sharded):
         """What `module.state_dict()` and `optim_state_dict` give inside: DTensors, or full tensors.
 
         Outside, `module.state_dict()` gives DTensors, unlike FSDP1's. `load_state_dict` takes either at any time. Every
-        rank calls `state_dict()`; with `rank0_only` the others get an empty one.
+        rank calls `state_dict()`; with `rank0_only` the others get an empty one. So it is with `optim_state_dict`, and
+        `optim_state_dict_to_load` then takes the state from the first rank.
         """
         is_full = state_dict_type is StateDictType.FULL_STATE_DICT
         config = state_dict_config or (FullStateDictConfig() if is_full else ShardedStateDictConfig())
         if state_dict_type is StateDictType.LOCAL_STATE_DICT:
             raise ConfigError("LOCAL_STATE_DICT is not supported: there are no flat parameters to save")
-        if isinstance(config, FullStateDictConfig) != is_full:
-            raise ConfigError(f"{type(config).__name__} is no configuration for {state_dict_type}")
+        optimizer_state = optim_state_dict_config or (
+            FullOptimStateDictConfig() if is_full else ShardedOptimStateDictConfig()
+        )
+        for given, kind in ((config, FullStateDictConfig), (optimizer_state, FullOptimStateDictConfig)):
+            if isinstance(given, kind) != is_full:
+                raise ConfigError(f"{type(given).__name__} is no configuration for {state_dict_type}")
         sharding = _sharding_of(module)
-        before, sharding.gives_full_optimizer_state = sharding.gives_full_optimizer_state, is_full
+        before, sharding.optimizer_state = sharding.optimizer_state, optimizer_state
         hook = module.register_state_dict_post_hook(lambda module, state, *_: _convert(module, state, config))
         try:
             yield
         finally:
             hook.remove()
-            sharding.gives_full_optimizer_state = before
+            sharding.optimizer_state = before
 
     @staticmethod
     def optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter names: full tensors, or DTensors inside `state_dict_type(SHARDED)`."""
-        options = StateDictOptions(full_state_dict=_sharding_of(model).gives_full_optimizer_state)
-        state = get_optimizer_state_dict(model, optim, options=options)
-        return tree_map_only(torch.Tensor, _own, state)  # type: ignore[no-any-return]
+        config = _sharding_of(model).optimizer_state
+        is_full = isinstance(config, FullOptimStateDictConfig)
+        state = get_optimizer_state_dict(model, optim, options=StateDictOptions(full_state_dict=is_full))
+        if _is_rank0_only(config) and not _is_first_rank(model):
+            return {}
+        return tree_map_only(torch.Tensor, partial(_own, to_cpu=config.offload_to_cpu), state)  # type: ignore[no-any-return]
 
     @staticmethod
     def optim_state_dict_to_load(
         model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         """What `optim.load_state_dict` takes, of what `optim_state_dict` gave; `optim` has loaded it already."""
-        is_full = _sharding_of(model).gives_full_optimizer_state
-        set_optimizer_state_dict(model, optim, optim_state_dict, options=StateDictOptions(full_state_dict=is_full))
+        config = _sharding_of(model).optimizer_state
+        options = StateDictOptions(
+            full_state_dict=isinstance(config, FullOptimStateDictConfig), broadcast_from_rank0=_is_rank0_only(config)
+        )
+        set_optimizer_state_dict(model, optim, optim_state_dict, options=options)
         return optim.state_dict()
 
 
-def _own(value: torch.Tensor) -> torch.Tensor:
+def _own(value: torch.Tensor, to_cpu: bool) -> torch.Tensor:
     """A copy of what torch.distributed.checkpoint gives out as it is: numbers, as the count of steps."""
-    return value.clone() if value.dim() == 0 else value
+    owned = value.clone() if value.dim() == 0 else value
+    return owned.cpu() if to_cpu else owned
+
+
+def _is_rank0_only(config: StateDictConfig | OptimStateDictConfig) -> bool:
+    return isinstance(config, (FullStateDictConfig, FullOptimStateDictConfig)) and config.rank0_only
+
+
+def _is_first_rank(model: nn.Module) -> bool:
+    """Whether this is the first rank of the model's mesh."""
+    mesh = sharding_of(model).mesh
+    return mesh is None or mesh.get_rank() == int(mesh.mesh.flatten()[0])
 
 
 def _sharding_of(module: nn.Module) -> Sharding:
@@ -231,9 +257,7 @@ def _convert(module: nn.Module, state: dict[str, Any], config: StateDictConfig) 
         if torch.is_tensor(value):
             full = value.full_tensor() if isinstance(value, DTensor) and is_full else value
             state[name] = full.cpu() if config.offload_to_cpu else full
-    mesh = sharding_of(module).mesh
-    is_first = mesh is None or mesh.get_rank() == int(mesh.mesh.flatten()[0])
-    if isinstance(config, FullStateDictConfig) and config.rank0_only and not is_first:
+    if _is_rank0_only(config) and not _is_first_rank(module):
         state.clear()
 
 
@@ -277,8 +301,12 @@ def _ignored(
     return [parameter for parameter in found if parameter in held]
 
 
-def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+def _cast_buffers(module: nn.Module, mixed: MixedPrecision, ignored: Iterable[nn.Module]) -> None:
+    """Cast the floating point buffers of all modules but those that are ignored, or computed without the policy."""
+    left_alone = {inner for outer in ignored for inner in outer.modules()}
     for owner in module.modules():
+        if owner in left_alone or isinstance(owner, tuple(mixed._module_classes_to_ignore)):
+            continue
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                owner._buffers[name] = buffer.to(dtype)
+                owner._buffers[name] = buffer.to(mixed.buffer_dtype)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolic
 
 from .costs.hardware import Hardware
 from .errors import ConfigError
+from .passes.pipeline import Pass
 
 _BACKENDS = ("inductor", "aot_eager")
 _LOWERINGS = ("auto", "packed", "grouped")
@@ -35,6 +36,7 @@ class ScheduleConfig:
         collective_lowering: "packed", "grouped", or "auto" (grouped on NCCL, packed elsewhere; a plan chooses).
         memory_budget: bytes that a rank may hold during a step; None for no promise.
         hardware: what plans are made for; None leaves the schedule to the options above.
+        passes: the user's, which run on the graphs once they are in order.
         poison: whether freed buffers are filled with NaN, to show that nothing reads them.
     """
 
@@ -44,6 +46,7 @@ class ScheduleConfig:
     collective_lowering: str = "auto"
     memory_budget: int | None = None
     hardware: Hardware | None = None
+    passes: tuple[Pass, ...] = ()
     poison: bool = False
 
     @classmethod
@@ -56,6 +59,7 @@ class ScheduleConfig:
         collective_lowering: object,
         memory_budget: object = None,
         hardware: Hardware | None = None,
+        passes: object = (),
         poison: bool = False,
     ) -> ScheduleConfig:
         """The configuration from the user's arguments; raises ConfigError for what they cannot mean."""
@@ -75,6 +79,7 @@ class ScheduleConfig:
             str(collective_lowering),
             num_bytes_of(memory_budget),
             hardware,
+            _passes(passes),
             poison,
         )
 
@@ -127,6 +132,16 @@ def _divided(value: Reshard, num_shards: int) -> Reshard:
     if num_shards % value:
         raise ConfigError(f"reshard_after_forward={value} does not divide the {num_shards} ranks that are sharded over")
     return value == num_shards if value in (1, num_shards) else value
+
+
+def _passes(passes: object) -> tuple[Any, ...]:
+    """A user's passes; dataclasses, because all ranks compare their options as text."""
+    if not isinstance(passes, (list, tuple)):
+        raise ConfigError(f"passes is a list of passes, not {passes!r}")
+    for each in passes:
+        if not callable(each) or not dataclasses.is_dataclass(each) or isinstance(each, type):
+            raise ConfigError(f"a pass is an object of a dataclass, called with a graph module, not {each!r}")
+    return tuple(passes)
 
 
 def _distance(name: str, value: object, meanings: Mapping[object, int]) -> int:

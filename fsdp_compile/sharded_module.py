@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +20,7 @@ from .errors import ConfigError
 from .full_parameters import SummonOptions, shard_full_tensors, summon
 from .graphs import RewrittenGraphs
 from .reading import generated_subclass, is_reading
+from .report import Comparison, Schedule, measured_schedule, page
 from .runtime.clipping import clip_gradients
 from .runtime.compilations import Compilations
 from .runtime.modules import not_captured
@@ -172,20 +175,32 @@ def _graphs(model: nn.Module) -> list[RewrittenGraphs]:
     return sharding_of(model).graphs
 
 
-def _explain(model: nn.Module, hardware: Hardware | str | None = None, *, optimizer: str = "adam") -> Explanation:
+def _explain(
+    model: nn.Module,
+    hardware: Hardware | str | None = None,
+    *,
+    optimizer: str = "adam",
+    html: str | Path | None = None,
+    schedule: str | Path | None = None,
+    measured: torch.profiler.profile | None = None,
+) -> Explanation:
     """What was decided in the graphs compiled so far, what a step is predicted to cost, what could be changed.
 
     Args:
         hardware: of every rank: "h100" or another of `fsdp_compile.costs.HARDWARE`, a file that
-            `python -m fsdp_compile calibrate` wrote, or a `Hardware`; None is the GPU at hand.
+            `fsdp-compile calibrate` wrote, or a `Hardware`; None is the GPU at hand.
         optimizer: "adam", "sgd" or "momentum".
+        html: a file to write the schedules of all graphs to, as a page for a browser.
+        schedule: a file to write the schedule of the last graph to, for `fsdp-compile report`.
+        measured: a profiler that has recorded steps of the last graph, and nothing else, to compare with.
 
     Raises:
-        ConfigError: no such hardware or optimizer.
+        ConfigError: no such hardware or optimizer; nothing was compiled that could be written or compared; the profile
+            is not of steps of the last graph.
     """
     sharding = sharding_of(model)
     compiler: Any = sharding.compile.config.backend if sharding.compile is not None else "inductor"
-    return explain(
+    explanation = explain(
         sharding.graphs,
         hardware,
         optimizer=optimizer,
@@ -193,6 +208,17 @@ def _explain(model: nn.Module, hardware: Hardware | str | None = None, *, optimi
         reason=sharding.reason,
         compilations=str(sharding.compilations),
     )
+    if html is None and schedule is None and measured is None:
+        return explanation
+    planned = [Schedule.of(prediction) for prediction in explanation.predictions]
+    if not planned:
+        raise ConfigError("nothing was compiled so far: call the model once")
+    compared = None if measured is None else Comparison(planned[-1], measured_schedule(planned[-1], measured))
+    if html is not None:
+        Path(html).write_text(page(planned if compared is None else [*planned, compared.measured]))
+    if schedule is not None:
+        Path(schedule).write_text(planned[-1].to_json())
+    return explanation if compared is None else dataclasses.replace(explanation, comparison=str(compared))
 
 
 def _clip_grad_norm_(

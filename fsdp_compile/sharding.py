@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateDictConfig, ShardingStrategy
 
 from .capture import activations_are_free
 from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig
@@ -66,7 +66,7 @@ class Sharding:
         whole: with a single rank, unit and parameter by name, if gradients are divided or checked.
         watched: ids of those of them that have hooks for that.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
-        gives_full_optimizer_state: whether `compat.FullyShardedDataParallel.optim_state_dict` gathers.
+        optimizer_state: what `compat.FullyShardedDataParallel.optim_state_dict` gives.
     """
 
     mesh: DeviceMesh | None
@@ -90,7 +90,7 @@ class Sharding:
     whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
     watched: set[int] = dataclasses.field(default_factory=set)
     is_summoned: bool = False
-    gives_full_optimizer_state: bool = True
+    optimizer_state: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
 
     def __post_init__(self) -> None:
         self.running.prepare = self.prepare
@@ -164,6 +164,7 @@ def pipeline_of(
         backward_prefetch=schedule.backward_prefetch,
         grouped=grouped,
         plan=plan,
+        passes=schedule.passes,
         poison=schedule.poison,
     )
 

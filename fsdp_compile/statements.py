@@ -69,18 +69,20 @@ def _collectives(side: RewrittenGraph) -> Iterator[Line]:
             yield Line(
                 f"{name} of {ops.argument(node, 'bucket')} in the {side.title}, {value.numel()} elements of "
                 f"{str(value.dtype).removeprefix('torch.')} over {ops.argument(node, 'world_size')} ranks",
-                _source(node),
+                source_of(node),
             )
 
 
-def _source(collective: torch.fx.Node) -> str:
-    """The line of the model that uses what is gathered, or computes what is reduced."""
-    is_gather = ops.is_all_gather(collective)
-    seen, found = {collective}, [collective]
-    for node in found:
-        if frames := _FRAME.findall(node.meta.get("stack_trace") or ""):
+def source_of(node: torch.fx.Node) -> str:
+    """The line of the model that a node comes from; of a collective, that uses what is gathered, or computes what is
+    reduced. Empty where it is not known."""
+    is_gather = ops.is_all_gather(node)
+    seen, found = {node}, [node]
+    for each in found:
+        if frames := _FRAME.findall(each.meta.get("stack_trace") or ""):
             path, line, code = frames[-1]
             return f"{path}:{line}: {code.strip()}"
-        found += [near for near in (node.users if is_gather else node.all_input_nodes) if near not in seen]
-        seen.update(found)
+        near = [other for other in (each.users if is_gather else each.all_input_nodes) if other not in seen]
+        found += near
+        seen.update(near)
     return ""

@@ -29,6 +29,13 @@ from . import ops
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
+_COMPUTED = (  # what is made of a gradient on its way into a bucket, and where none stands
+    _aten.add.Tensor,
+    _aten.clone.default,
+    _aten.constant_pad_nd.default,
+    _aten.full.default,
+    torch.ops.prims.convert_element_type.default,
+)
 
 
 Gap = Callable[[int, int], torch.fx.Node]
@@ -224,6 +231,7 @@ def _copy_out(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     end = offset + ops.shard_numel(shape, world_size)  # type: ignore[arg-type,operator]
     by_rank = lowering.call(_aten.view.default, gathered, [world_size, numel], like=node)
     chunks = lowering._copy(lowering.section(by_rank, 1, offset, end, node))  # type: ignore[arg-type]
+    ops.copy_whole(chunks)
     return _in_shape(lowering, chunks, node)
 
 
@@ -256,7 +264,16 @@ def _pack(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
 
     gap = lowering.zeros(chunks) if ops.argument(node, "accumulated") is None else kept
     joined = lowering.joined(chunks, numel, gap, node)
+    if ops.is_call(joined, _aten.cat.default) and all(map(_is_view, joined.args[0])):  # type: ignore[arg-type]
+        ops.copy_whole(joined)
     return lowering.call(_aten.view.default, joined, [world_size * numel], like=node)
+
+
+def _is_view(chunk: torch.fx.Node) -> bool:
+    """Whether nothing is computed between a gradient and its chunks, but for views."""
+    while ops.is_call(chunk, _aten.view.default):
+        (chunk,) = chunk.all_input_nodes
+    return not ops.is_call(chunk, *_COMPUTED)
 
 
 def _reshard(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:

@@ -372,6 +372,16 @@ def keep_part(node: torch.fx.Node, part: Part) -> None:
     node.meta["fsdp_part"] = part
 
 
+def is_whole_copy(node: torch.fx.Node) -> bool:
+    """Whether `copy_whole` marked this node."""
+    return bool(node.meta.get("fsdp_whole_copy"))
+
+
+def copy_whole(node: torch.fx.Node) -> None:
+    """Note that this node copies buffers and computes nothing: a compiler need not generate code for it."""
+    node.meta["fsdp_whole_copy"] = True
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Writing graphs
 # ---------------------------------------------------------------------------------------------------------------

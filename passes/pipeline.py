@@ -2,7 +2,7 @@
 
     joint graph          merge_unshards, merge_gradients, partition_joint
     forward, backward    insert_reduce_scatter, insert_all_gather, insert_free, prefetch_all_gather,
-                         delay_reduce_scatter_wait, end_lives, lower_collectives, pin_matmuls
+                         delay_reduce_scatter_wait, the user's passes, end_lives, lower_collectives, pin_matmuls
 
 A graph without a backward (no_grad, inference) runs through the first pass and the second row.
 """
@@ -71,13 +71,14 @@ class Pipeline:
         backward_prefetch: int = 1,
         grouped: bool = False,
         plan: StepPlan | None = None,
+        passes: Sequence[Pass] = (),
         poison: bool = False,
         observer: Observer | None = None,
     ) -> Pipeline:
         """The passes with these options; `PartitionJoint`, `PrefetchAllGather` and `InsertAllGather` explain them.
 
-        A `plan` says how the buckets that it names are gathered, and how long reductions may take. With `poison`, freed
-        buffers are filled with NaN.
+        A `plan` says how the buckets that it names are gathered, and how long reductions may take. `passes` are the
+        user's, for graphs that are in order. With `poison`, freed buffers are filled with NaN.
         """
 
         def side(distance: int, gathers: tuple[Gather, ...]) -> tuple[Pass, ...]:
@@ -87,6 +88,7 @@ class Pipeline:
                 InsertFree(),
                 PrefetchAllGather(distance, gathers),
                 DelayReduceScatterWait(min(distance, 1) if plan is None else plan.reductions),
+                *passes,
                 EndLives(),
             )
 

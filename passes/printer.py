@@ -147,11 +147,12 @@ def _line(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
         values.append(accumulated)
     arguments = [_argument(value, names) for value in values]
     arguments += [f"{name}={_argument(value, names)}" for name, value in node.kwargs.items()]
-    call = f"{_target(node)}({', '.join(arguments)})"
+    call = f"{target_name(node)}({', '.join(arguments)})"
     return call if ops.is_call(node, ops.FREE) else f"{names[node]}{_type(node)} = {call}"
 
 
-def _target(node: torch.fx.Node) -> str:
+def target_name(node: torch.fx.Node) -> str:
+    """The printed name of what a node calls."""
     if node.op == "get_attr":
         return f"get_attr[{node.target}]"
     if isinstance(node.target, torch._ops.OpOverload):
@@ -220,7 +221,7 @@ def _is_scheduled(node: torch.fx.Node) -> bool:
 
 def _communication(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     if ops.is_collective(node):
-        return f"{_target(node).removeprefix('fsdp.')} {ops.argument(node, 'bucket')}"
+        return f"{target_name(node).removeprefix('fsdp.')} {ops.argument(node, 'bucket')}"
     if ops.is_call(node, ops.WAIT):
         return f"wait {names[node]}"
     if ops.is_call(node, ops.FREE):
@@ -229,7 +230,7 @@ def _communication(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
 
 
 def _compute(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
-    target = _target(node).removeprefix("fsdp.")
+    target = target_name(node).removeprefix("fsdp.")
     return f"{target} {names[node]}" if ops.is_call(node, ops.COPY_OUT, ops.PACK) else target
 
 

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_compile import rewrite
 from fsdp_compile.__main__ import main
+from fsdp_compile.costs import predict
 from fsdp_compile.costs.hardware import find_hardware
+from fsdp_compile.report import Schedule, page, trace
+from tests.passes.tiny import rows, three_layers
 
 ROOT = Path(__file__).parents[1]
 MODEL = """
@@ -113,3 +117,51 @@ def test_two_ranks_measure_this_machine_and_a_plan_uses_it(model, tmp_path):
     command = ["-m", "fsdp_compile", "plan", model, "--gpus", "2", "--hardware", str(profile)]
     shown = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "A step on here" in shown and "FULL_SHARD" in shown
+
+
+def test_a_plan_as_a_page(model, capsys, tmp_path):
+    plan(capsys, model, "--gpus", "8", "16", "--seq", "128", "--html", str(tmp_path / "plan.html"))
+    text = (tmp_path / "plan.html").read_text()
+    assert "8 GPUs, 1 x 128 tokens each, FULL_SHARD, on h100" in text and "16 GPUs" in text
+
+
+def test_a_saved_schedule_is_reported(capsys, tmp_path):
+    graphs = rewrite(three_layers(), rows(), world_size=2)
+    schedule = Schedule.of(predict(graphs, find_hardware("h100")))
+    saved = tmp_path / "schedule.json"
+    saved.write_text(schedule.to_json())
+    written = {name: str(tmp_path / f"report.{name}") for name in ("html", "trace")}
+    main(["report", str(saved), "--html", written["html"], "--trace", written["trace"]])
+    assert capsys.readouterr().out.strip() == schedule.about
+    assert Path(written["html"]).read_text() == page([schedule])
+    assert Path(written["trace"]).read_text() == trace({str(saved): schedule})
+
+
+def test_errors_are_a_line_unless_the_traceback_is_asked_for(tmp_path):
+    with pytest.raises(SystemExit, match="error: .*No such file"):
+        main(["report", str(tmp_path / "missing.json")])
+    with pytest.raises(FileNotFoundError):
+        main(["--debug", "report", str(tmp_path / "missing.json")])
+
+
+def test_the_doctor_trains_on_two_ranks(capsys):
+    main(["doctor"])
+    said = capsys.readouterr().out
+    for what in ("torch", "C++ compiler", "2 ranks with aot_eager", "2 ranks with inductor", "3 steps as with one"):
+        assert what in said
+    assert "wrong" not in said
+
+
+def test_the_doctor_says_what_is_wrong(capsys, monkeypatch):
+    monkeypatch.setattr("fsdp_compile.doctor.shutil.which", lambda name: None)
+    monkeypatch.setattr("fsdp_compile.doctor._rank", None)
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    said = capsys.readouterr().out
+    assert "none: use backend='aot_eager'" in said and "TypeError" in said
+
+
+def test_the_console_script_is_installed():
+    script = Path(sys.executable).with_name("fsdp-compile")
+    found = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
+    assert all(command in found.stdout for command in ("plan", "report", "calibrate", "doctor"))

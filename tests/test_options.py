@@ -29,6 +29,7 @@ SHOWN_BY = {  # the test that fails if the option has no effect, or that shows t
     "sync_module_states": "distributed/test_sharding.py::test_values_stay_the_ranks_own_on_request",
     "gradient_reduction": "distributed/test_strategies.py::test_gradients_are_summed_or_divided_by_a_number",
     "check_gradients": "distributed/test_guard.py::test_a_gradient_that_is_not_finite_is_named_on_every_rank",
+    "passes": "distributed/test_passes.py::test_a_model_with_a_pass_of_the_user_trains_as_without",
     "backend": "distributed/test_errors.py::test_a_value_that_the_compiler_cannot_have",
     "fullgraph": "distributed/test_training.py::test_fullgraph_compiles_one_graph_and_refuses_a_break",
     "dynamic": "distributed/test_training.py::test_dynamic_says_whether_sizes_are_symbols",

@@ -75,9 +75,10 @@ def test_checkout_that_lost_the_symlink_builds_the_same_wheel(wheel: Path, tmp_p
 
 def test_entry_point_names_the_backend(site: Path) -> None:
     (distribution,) = importlib.metadata.distributions(path=[str(site)])
-    assert [(e.group, e.name, e.value) for e in distribution.entry_points] == [
-        ("torch_dynamo_backends", "fsdp", "fsdp_compile.backend:fsdp")
-    ]
+    assert {(e.group, e.name, e.value) for e in distribution.entry_points} == {
+        ("console_scripts", "fsdp-compile", "fsdp_compile.__main__:main"),
+        ("torch_dynamo_backends", "fsdp", "fsdp_compile.backend:fsdp"),
+    }
 
 
 def test_torch_lists_the_backend_without_an_import(site: Path) -> None:

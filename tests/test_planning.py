@@ -1,9 +1,12 @@
 """Planning: the plans it finds against all plans there are."""
 
+import functools
 import itertools
+import math
 from operator import attrgetter
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -13,7 +16,7 @@ from fsdp_compile.errors import ConfigError
 from fsdp_compile.planning import best_plan, front
 
 # Profiles are in tests/conftest.py. Parameters of a chain that is compared with all plans; numbers of long chains.
-MOST, NUM_LONG = (7, 1000) if settings.get_current_profile_name() == "thorough" else (5, 10)
+MOST, NUM_LONG = (7, 300) if settings.get_current_profile_name() == "thorough" else (5, 10)
 
 
 # Numbers are small integers and bandwidths powers of two: sums of seconds are exact, and equal is equal.
@@ -39,18 +42,14 @@ def channels():
     return st.builds(Channel, st.integers(0, 4), st.sampled_from([0, 0.25, 1, 2]), power, st.sampled_from([1, 4, 64]))
 
 
-def all_plans(chain):
-    """Every cut, sent either way, started at every position that is allowed."""
+def cuts_of(chain):
+    """Every way to cut the parameters into buckets, as pairs (begin, end)."""
     num_parameters = len(chain.parameters)
     for cuts in itertools.product((False, True), repeat=num_parameters - 1):
         boundaries = [0, *(index for index, is_cut in enumerate(cuts, 1) if is_cut), num_parameters]
         pairs = list(itertools.pairwise(boundaries))
-        if any(len({parameter.kind for parameter in chain.parameters[begin:end]}) > 1 for begin, end in pairs):
-            continue
-        starts = list(nondecreasing([chain.parameters[begin].first for begin, _ in pairs]))
-        for packed in itertools.product((False, True), repeat=len(pairs)):
-            for start in starts:
-                yield Plan([Bucket(*pair, at, way) for pair, at, way in zip(pairs, start, packed, strict=True)])
+        if all(len({parameter.kind for parameter in chain.parameters[begin:end]}) == 1 for begin, end in pairs):
+            yield pairs
 
 
 def nondecreasing(highest, least=0):
@@ -63,12 +62,72 @@ def nondecreasing(highest, least=0):
             yield (value, *rest)
 
 
+class AllPlans:
+    """All plans with the same cuts at once: every bucket sent either way, started at every position that is allowed.
+
+    What they take is computed as `evaluate` does it for one plan, a row of an array for each.
+    """
+
+    def __init__(self, chain, pairs):
+        self.chain, self.pairs = chain, pairs
+        starts = list(nondecreasing([chain.parameters[begin].first for begin, _ in pairs]))
+        packed = list(itertools.product((False, True), repeat=len(pairs)))
+        self.starts = np.tile(np.array(starts), (len(packed), 1))
+        self.packed = np.repeat(np.array(packed), len(starts), axis=0)
+
+    def plan(self, row):
+        columns = zip(self.pairs, self.starts[row].tolist(), self.packed[row].tolist(), strict=True)
+        return Plan([Bucket(*pair, start, is_packed) for pair, start, is_packed in columns])
+
+    def seconds(self, channel):
+        chain, num_rows = self.chain, len(self.starts)
+        now, free = np.zeros(num_rows), np.zeros(num_rows)
+        done = np.zeros(self.starts.shape)
+        for step, seconds in enumerate(chain.seconds):
+            for number, (begin, end) in enumerate(self.pairs):
+                parameters = chain.parameters[begin:end]
+                size, messages = (sum(map(attrgetter(name), parameters)) for name in ("num_bytes", "num_messages"))
+                taken = np.where(self.packed[:, number], channel.seconds(size, 0), channel.seconds(size, messages))
+                # Those that are due earlier have begun; a bucket is due at its start alone.
+                is_due = self.starts[:, number] == step
+                free = np.where(is_due, np.maximum(now, free) + taken, free)
+                done[:, number] = np.where(is_due, free, done[:, number])
+            for number, (begin, end) in enumerate(self.pairs):
+                for index in range(begin, end):
+                    parameter = chain.parameters[index]
+                    if parameter.first == step:
+                        now = np.maximum(now, done[:, number]) if index == begin else now
+                        now = now + self.packed[:, number] * (parameter.num_bytes / channel.copy_bandwidth)
+            now = now + seconds
+            for reduction in chain.reductions:
+                if reduction.step == step:
+                    free = np.maximum(now, free) + reduction.seconds
+        return np.maximum(now, free)
+
+    def peaks(self):
+        peak = np.zeros(len(self.starts), dtype=int)
+        for step, held in enumerate(self.chain.held):
+            total = np.full(len(self.starts), held)
+            for number, (begin, end) in enumerate(self.pairs):
+                is_started, is_packed = self.starts[:, number] <= step, self.packed[:, number]
+                unpacked = self.chain.parameters[end - 1].first
+                for parameter in self.chain.parameters[begin:end]:
+                    is_sent = is_started & (step <= np.where(is_packed, unpacked, parameter.last))
+                    is_copied = is_packed & (parameter.first <= step <= parameter.last)
+                    total += parameter.num_bytes * (is_sent.astype(int) + is_copied)
+            peak = np.maximum(peak, total)
+        return peak
+
+
 def check_against_all_plans(chain, channel):
     """At every limit at which anything changes the best plan is as fast as the fastest of all plans that fit."""
     fastest = {}  # by peak
-    for plan in all_plans(chain):
-        outcome = evaluate(chain, plan, channel)
-        fastest[outcome.peak] = min(outcome.seconds, fastest.get(outcome.peak, outcome.seconds))
+    for plans in map(functools.partial(AllPlans, chain), cuts_of(chain)):
+        seconds, peaks = plans.seconds(channel), plans.peaks()
+        one = evaluate(chain, plans.plan(len(seconds) // 2), channel)
+        assert (one.seconds, one.peak) == (seconds[len(seconds) // 2], peaks[len(seconds) // 2])
+        for peak in np.unique(peaks).tolist():
+            fastest[peak] = min(seconds[peaks == peak].min().item(), fastest.get(peak, math.inf))
     expected = []
     for peak in sorted(fastest):
         if not expected or fastest[peak] < expected[-1][1]:

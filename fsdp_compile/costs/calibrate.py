@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from ..runtime.gloo import overlapping_group
+from ..runtime.gloo import TOGETHER, overlapping_group
 from ..runtime.inductor import onednn_is_faster, onednn_mm
 from .hardware import Hardware, Link
 
 _SIZES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes of messages
-_REPEATS = 9
-_NUM_GATHERS = 6  # that run while contention is measured
+_REPEATS = 15
+_NUM_GATHERS = 3  # that run while contention is measured
+_NUM_OVERLAPS = 5
+_MOST_LOST = 0.95  # of compute, while a collective runs
 _NEVER = 1e15  # bytes/s of a link that there is none of
 
 _Send = Callable[[int, dist.ProcessGroup, torch.device], Callable[[], torch.Tensor]]
@@ -169,7 +171,7 @@ def _communication(device: torch.device, hardware: Hardware) -> Hardware:
         contention=_contention(world, device),
         reduce_scatter_factor=reduce.each / gather.each,
         all_reduce_factor=all_reduce.each / gather.each,
-        message_start=_message_start(world, device),
+        message_start=_message_start(world, device, gather),
         reduction_workspace=1 - 1 / world.size() if "gloo" in dist.get_backend(world) else 0.0,  # parts to sum up
     )
 
@@ -183,8 +185,7 @@ def _line(send: _Send, group: dist.ProcessGroup, device: torch.device) -> _Line:
     for size in _SIZES:
         call = send(size, group, device)
         dist.barrier(group)
-        # A step waits for all of its messages: their mean counts, some take twice as long as others.
-        seconds.append(_seconds(lambda call=call: _wait(call()), device, statistics.fmean))  # type: ignore[misc]
+        seconds.append(_seconds(lambda call=call: _wait(call()), device))  # type: ignore[misc]
     return _Line.through(_SIZES, seconds)
 
 
@@ -206,9 +207,9 @@ def _all_reduce(num_bytes: int, group: dist.ProcessGroup, device: torch.device) 
     return lambda: torch.ops._c10d_functional.all_reduce(full, "sum", name)
 
 
-def _message_start(group: dist.ProcessGroup, device: torch.device) -> float:
+def _message_start(group: dist.ProcessGroup, device: torch.device, gather: _Line) -> float:
     """Seconds that a message of a grouped gather takes besides its bytes, the first one aside."""
-    shard, number = torch.ones(16, device=device), 16
+    shard, number = torch.ones(TOGETHER // 2, device=device), 16  # large enough to be a message of its own
     name = overlapping_group(group, device.type).group_name
 
     def seconds(count: int) -> float:
@@ -219,9 +220,10 @@ def _message_start(group: dist.ProcessGroup, device: torch.device) -> float:
                 _wait(each)
 
         dist.barrier(group)
-        return _seconds(call, device, statistics.fmean)
+        return _seconds(call, device)
 
-    return max(0.0, (seconds(number) - seconds(1)) / (number - 1))
+    of_message = (seconds(number) - seconds(1)) / (number - 1)
+    return max(0.0, of_message - gather.each * shard.nbytes * group.size())
 
 
 def _wait(pending: torch.Tensor) -> object:
@@ -229,14 +231,17 @@ def _wait(pending: torch.Tensor) -> object:
 
 
 def _contention(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How many times longer matmuls take while gathers run, than right before."""
+    """How many times longer compute takes while a collective runs.
+
+    Matmuls that take longer than the gathers that run meanwhile are `lost` seconds later done than without, for each
+    second that the gathers take by themselves: of that second compute had the use of 1 - lost.
+    """
     shape = (512, 512) if device.type == "cpu" else (4096, 4096)
     a, b = (torch.ones(shape, device=device) for _ in range(2))
     matmul = _matmul(torch.float32, device)
     gather = _gather(group.size() << 23, group, device)
-    seconds = _NUM_GATHERS * _seconds(lambda: _wait(gather()), device, statistics.fmean)
-    # Half the time of the gathers: matmuls are done before they are.
-    counts = [max(1, int(seconds / _seconds(lambda: matmul(a, b), device) / 2))]
+    seconds = _NUM_GATHERS * _seconds(lambda: _wait(gather()), device)
+    counts = [max(1, int(2 * seconds / _seconds(lambda: matmul(a, b), device)))]
     dist.broadcast_object_list(counts, device=device)
 
     def elapsed() -> float:
@@ -246,16 +251,16 @@ def _contention(group: dist.ProcessGroup, device: torch.device) -> float:
         _synchronize_compute(device)
         return time.perf_counter() - begin
 
-    ratios = []
-    for _ in range(_REPEATS):
+    lost = []
+    for _ in range(_NUM_OVERLAPS):
         dist.barrier(group)
         alone = elapsed()
         dist.barrier(group)
         pending = [gather() for _ in range(_NUM_GATHERS)]
-        ratios.append(elapsed() / alone)
+        lost.append((elapsed() - alone) / seconds)
         for each in pending:
             _wait(each)
-    return max(1.0, statistics.median(ratios))
+    return 1 / (1 - min(max(statistics.median(lost), 0.0), _MOST_LOST))
 
 
 def _synchronize_compute(device: torch.device) -> None:
@@ -263,14 +268,11 @@ def _synchronize_compute(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-def _seconds(
-    call: Callable[[], object],
-    device: torch.device,
-    average: Callable[[Sequence[float]], float] = statistics.median,
-) -> float:
-    """The average of a few calls, after one that does not count; short calls are timed in batches.
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The mean of a few calls, after one that does not count; short calls are timed in batches.
 
-    Ranks wait for each other in a step, so of every call the slowest rank's seconds count.
+    A step takes as long as all of its kernels and messages, slow ones too, and ranks wait for each other in it. So what
+    counts is the mean, and of every call the slowest rank's seconds.
     """
     call()
     begin = time.perf_counter()
@@ -291,7 +293,7 @@ def _seconds(
     slowest = torch.tensor(found, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return average(slowest.tolist())
+    return statistics.fmean(slowest.tolist())
 
 
 def _synchronize(device: torch.device) -> None:

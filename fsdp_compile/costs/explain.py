@@ -31,12 +31,14 @@ class Explanation:
         predictions: of a step of each, in the same order.
         reason: why the sharding strategy was chosen, if it was.
         compilations: graph breaks and recompilations so far, a line each.
+        comparison: of a prediction with what was measured, as text.
     """
 
     graphs: Sequence[RewrittenGraphs]
     predictions: Sequence[Prediction]
     reason: str | None = None
     compilations: str = ""
+    comparison: str = ""
 
     def __str__(self) -> str:
         if not self.graphs:
@@ -46,7 +48,7 @@ class Explanation:
             texts.append("\n".join([f"graph {number} of {len(self.graphs)}", *_lines(prediction)]))
         if self.compilations:
             texts.append(table(("compilations", line) for line in self.compilations.splitlines()))
-        return "\n\n".join(texts)
+        return "\n\n".join([*texts, self.comparison] if self.comparison else texts)
 
 
 def explain(

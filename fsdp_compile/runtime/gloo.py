@@ -14,6 +14,8 @@ from torch.distributed import distributed_c10d
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _NUM_TAGS = 1 << 30
+TOGETHER = 64 << 10
+"""Bytes of a rank's part up to which the parts of one collective are one message: they are copied faster than sent."""
 
 
 def overlapping_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
@@ -63,9 +65,9 @@ class DirectGloo(dist.ProcessGroup):
 
     Gloo's own copy their input and output, keep a thread busy, and its reduce-scatter sends as much as an all-reduce.
     A message from rank to rank is read from and written to the tensors themselves, by the thread that serves gloo's
-    sockets; the parts are summed up by whoever waits. All other collectives are gloo's, on one thread: with two threads
-    each notes, in one string and without a lock, the name of the collective that it completed last, and when two
-    complete at the same time, memory is freed twice.
+    sockets; the parts are summed up by whoever waits. Of a call for several tensors the small parts are one message.
+    All other collectives are gloo's, on one thread: with two threads each notes, in one string and without a lock, the
+    name of the collective that it completed last, and when two complete at the same time, memory is freed twice.
 
     `torch.distributed` calls a subclass's methods by these names; from torch 2.13 on it prefers those given last.
     """
@@ -79,10 +81,17 @@ class DirectGloo(dist.ProcessGroup):
     ) -> _Messages:
         """Every rank's inputs, one after another in each of the outputs."""
         messages = _Messages()
-        for output, part in zip(output_lists, input_list, strict=True):
-            rows = output.view(self.size(), -1)
-            self._exchange(messages, [part.contiguous().view(-1)] * self.size(), rows)
-            rows[self.rank()].copy_(part.view(-1))
+        parts = [part.reshape(-1) for part in input_list]
+        rows = [output.view(self.size(), -1) for output in output_lists]
+        alone, together = _large_and_small(parts)
+        for index in alone:
+            self._gather(messages, rows[index], parts[index])
+        if together:
+            joined = torch.cat([parts[index] for index in together])
+            gathered = joined.new_empty(self.size(), joined.numel())
+            self._gather(messages, gathered, joined)
+            columns = gathered.split([parts[index].numel() for index in together], 1)
+            messages.copies += [(rows[index], column) for index, column in zip(together, columns, strict=True)]
         return messages
 
     def reduce_scatter_tensor_coalesced(
@@ -90,12 +99,16 @@ class DirectGloo(dist.ProcessGroup):
     ) -> _Messages:
         """The sums, or means, of all ranks' inputs; this rank's part of each in one of the outputs."""
         messages = _Messages(divisor=self._divisor(opts.reduceOp))
-        for output, full in zip(outputTensors, inputTensors, strict=True):
-            rows = full.contiguous().view(self.size(), -1)
-            received = list(rows.new_empty(self.size() - 1, rows.shape[1]))
-            landing = received[: self.rank()] + [rows[self.rank()]] + received[self.rank() :]
-            self._exchange(messages, rows, landing)
-            messages.sums.append((output.view(-1), landing[self.rank()], received))
+        outputs = [output.view(-1) for output in outputTensors]
+        rows = [full.contiguous().view(self.size(), -1) for full in inputTensors]
+        alone, together = _large_and_small(outputs)
+        for index in alone:
+            self._reduce(messages, outputs[index], rows[index])
+        if together:
+            reduced = torch.cat([outputs[index] for index in together])
+            self._reduce(messages, reduced, torch.cat([rows[index] for index in together], 1))
+            parts = reduced.split([outputs[index].numel() for index in together])
+            messages.copies += [(outputs[index], part) for index, part in zip(together, parts, strict=True)]
         return messages
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]  # one of three forms
@@ -123,6 +136,18 @@ class DirectGloo(dist.ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
+    def _gather(self, messages: _Messages, rows: Tensor, part: Tensor) -> None:
+        """Every rank's part in a row each."""
+        self._exchange(messages, [part] * self.size(), rows)
+        rows[self.rank()].copy_(part)
+
+    def _reduce(self, messages: _Messages, result: Tensor, rows: Tensor) -> None:
+        """The sum of all ranks' rows for this rank, which is written over its own."""
+        received = list(rows.new_empty(self.size() - 1, rows.shape[1]))
+        landing = received[: self.rank()] + [rows[self.rank()]] + received[self.rank() :]
+        self._exchange(messages, rows, landing)
+        messages.sums.append((result, landing[self.rank()], received))
+
     def _exchange(self, messages: _Messages, outgoing: Sequence[Tensor] | Tensor, incoming: Any) -> None:
         """Send `outgoing[rank]` to every other rank, and receive what it sends in `incoming[rank]`."""
         gloo = self._gloo
@@ -135,8 +160,20 @@ class DirectGloo(dist.ProcessGroup):
         messages.held += [outgoing, incoming]
 
 
+def _large_and_small(parts: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Which parts of a collective are a message of their own, and which are one together."""
+    small = [index for index, part in enumerate(parts) if 0 < part.nbytes <= TOGETHER]
+    together = small if len(small) > 1 else []
+    return [index for index in range(len(parts)) if index not in set(together)], together
+
+
 class _Messages(distributed_c10d.Work):
-    """Messages under way, and the sums to take when they are there: (result, own part, the others' parts)."""
+    """Messages under way, and what is left to do when they are there.
+
+    Attributes:
+        sums: (result, own part, the others' parts).
+        copies: (target, source), after the sums.
+    """
 
     def __init__(self, divisor: int = 1) -> None:
         super().__init__()
@@ -144,6 +181,7 @@ class _Messages(distributed_c10d.Work):
         self.pending: list[dist.Work] = []
         self.held: list[object] = []
         self.sums: list[tuple[Tensor, Tensor, list[Tensor]]] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -157,5 +195,7 @@ class _Messages(distributed_c10d.Work):
                 result.add_(part)
             if self.divisor > 1:
                 result.div_(self.divisor)
-        self.sums, self.held = [], []
+        for target, source in self.copies:
+            target.copy_(source)
+        self.sums, self.copies, self.held = [], [], []
         return True

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch._inductor import config, custom_graph_pass, ir
 from torch._inductor.dependencies import WeakDep
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.utils import is_collective, is_wait
 from torch._inductor.virtualized import V
 
@@ -73,6 +73,23 @@ def _poison(full: Any) -> None:
     full.realize()
     V.graph.mark_buffer_mutated(full.get_name())
     ir.FallbackKernel.create(ops.POISON, full)
+
+
+@contextlib.contextmanager
+def whole_copies() -> Iterator[None]:
+    """Inside, what only copies a buffer is a call of ATen: to generate and compile a kernel for each takes longer."""
+
+    def or_aten(target: Any) -> Any:
+        by_kernel, by_aten = lowerings[target], fallback_handler(target, add_to_fallback_set=False)
+
+        @functools.wraps(by_kernel)
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            return (by_aten if ops.is_whole_copy(V.graph.current_node) else by_kernel)(*args, **kwargs)
+
+        return lower
+
+    with patch.dict(lowerings, {target: or_aten(target) for target in (_aten.clone.default, _aten.cat.default)}):
+        yield
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -195,6 +196,7 @@ def test_mixed_precision_of_fsdp1_keeps_batch_norm_in_fp32(world_size):
     model = wrapped(Normed(), mixed_precision=MixedPrecision(param_dtype=bf16, buffer_dtype=bf16, reduce_dtype=bf16))
     model(torch.randn(2, 2, 5)).float().sum().backward()
     assert model.seen == 4 * [bf16]
+    assert model.norm.running_mean.dtype == torch.float32
     buckets = {
         ops.argument(n, "bucket"): n.meta["val"].dtype
         for n in model.graphs[0].forward.graph.nodes
@@ -301,6 +303,19 @@ def test_state_dicts_of_fsdp1_are_full_or_sharded(world_size):
         other_optimizer.load_state_dict(loadable)
     assert_close(train(other, other_optimizer, STEPS), train(model, optimizer, STEPS))
     assert_same_parameters(other, model)
+    of_first = FullOptimStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=of_first):
+        optimizer_state = FSDP.optim_state_dict(model, optimizer)
+        assert (optimizer_state == {}) == (dist.get_rank() == 1)
+        other_optimizer = adamw(other.parameters())
+        with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT, optim_state_dict_config=of_first):
+            FSDP.optim_state_dict_to_load(other, other_optimizer, optimizer_state)
+    assert_close(train(other, other_optimizer, STEPS), train(model, optimizer, STEPS))
+    with (
+        pytest.raises(ConfigError, match="no configuration for"),
+        FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, optim_state_dict_config=of_first),
+    ):
+        pass
     with (
         pytest.raises(ConfigError, match="LOCAL_STATE_DICT"),
         FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),

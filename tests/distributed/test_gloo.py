@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fsdp_compile import fsdp_compile
-from fsdp_compile.runtime.gloo import overlapping_group
+from fsdp_compile.runtime.gloo import TOGETHER, overlapping_group
 from fsdp_compile.runtime.groups import mesh_over
 from tests.distributed.training import assert_same_parameters, batch_of_rank, global_batch, sgd, train
 from tests.models import build
@@ -48,16 +48,18 @@ def of_rank(rank, numel, dtype):
 
 @on_ranks(2, 3, 4)
 def test_messages_from_rank_to_rank_gather_and_reduce(world_size):
+    """Small ones travel together, large ones alone."""
     name = overlapping_group(dist.group.WORLD, "cpu").group_name
     rank = dist.get_rank()
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        parts = [of_rank(rank, numel, dtype) for numel in (5, 0, 3)]
+        sizes = (5, 0, TOGETHER, 3)
+        parts = [of_rank(rank, numel, dtype) for numel in sizes]
         gathered = _c10d.all_gather_into_tensor_coalesced(parts, world_size, name)
-        fulls = [of_rank(rank, numel * world_size, dtype) for numel in (4, 0, 1)]
+        fulls = [of_rank(rank, numel * world_size, dtype) for numel in sizes]
         reduced = {how: _c10d.reduce_scatter_tensor_coalesced(fulls, how, world_size, name) for how in ("sum", "avg")}
-        for found, numel in zip(map(_c10d.wait_tensor, gathered), (5, 0, 3), strict=True):
+        for found, numel in zip(map(_c10d.wait_tensor, gathered), sizes, strict=True):
             assert torch.equal(found, torch.cat([of_rank(other, numel, dtype) for other in range(world_size)]))
-        for index, numel in enumerate((4, 0, 1)):
+        for index, numel in enumerate(sizes):
             total = sum(of_rank(other, numel * world_size, dtype) for other in range(world_size))
             total = total[rank * numel : (rank + 1) * numel]
             assert torch.equal(_c10d.wait_tensor(reduced["sum"][index]), total)

@@ -1,0 +1,88 @@
+"""The doctor: what is installed, and whether a small model trains on two ranks of this machine as it does on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from .api import fsdp_compile
+
+_RANKS = 2
+_STEPS = 3
+_DIM = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    what: str
+    found: str
+    is_well: bool = True
+
+
+def examine() -> Iterator[Finding]:
+    """What is installed, then a training with every backend that can run."""
+    yield Finding("fsdp_compile", metadata.version("fsdp-compile"))
+    yield Finding("Python", platform.python_version())
+    yield Finding("torch", torch.__version__)
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    yield Finding("GPUs", ", ".join(names) or "none")
+    found = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
+    yield Finding("collectives", ", ".join(found) or "none", bool(found))
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    yield Finding(
+        "C++ compiler, for Inductor", compiler or "none: use backend='aot_eager', or install one", bool(compiler)
+    )
+    for backend in ("aot_eager", "inductor") if compiler else ("aot_eager",):
+        yield _trained(backend)
+
+
+def _trained(backend: str) -> Finding:
+    what, begin = f"{_RANKS} ranks with {backend}", time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(_rank, (backend, str(Path(folder) / "store")), _RANKS)
+    except Exception as e:
+        return Finding(what, f"{type(e).__name__}: {e}", is_well=False)
+    return Finding(what, f"{_STEPS} steps as with one, in {time.perf_counter() - begin:.1f} s")
+
+
+def _rank(rank: int, backend: str, store: str) -> None:
+    """Train on the CPU, next to the same model unsharded on the whole batch; raises if they differ."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS)
+    expected, model = _model(), fsdp_compile(_model(), backend=backend)
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (expected, model)]
+    for step in range(_STEPS):
+        torch.manual_seed(step)
+        batch = torch.randn(_RANKS, 4, _DIM)
+        _loss(expected, batch.flatten(0, 1)).backward()
+        _loss(model, batch[rank]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for wanted, found in zip(expected.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.full_tensor(), wanted)  # type: ignore[attr-defined]  # a DTensor
+    dist.destroy_process_group()
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(_DIM, 4 * _DIM), nn.GELU(), nn.Linear(4 * _DIM, _DIM))
+
+
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = (model(x) - x).square().mean()
+    return loss
