@@ -91,6 +91,7 @@ def holdings() -> Figure:
     axes.set_yticks([-row for row in range(len(gathers))], [ops.argument(gather, "bucket") for gather in gathers])
     axes.set_xticks([rank + 0.45 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)])
     _bare(axes)
+    figure.subplots_adjust(left=0.2)
     return figure
 
 
@@ -124,7 +125,7 @@ def _draw_lanes(axes: Axes, found: Schedule) -> None:
         lane = 0 if block.lane == "compute" else -1
         colour = KIND_COLOURS.get(block.kind) or UNIT_COLOURS.get(block.unit, "#cccccc")
         axes.barh(lane, block.seconds / MILLISECOND, left=block.start / MILLISECOND, height=0.8, color=colour)
-        if block.kind in ("gather", "reduce"):
+        if block.kind in ("gather", "reduce") and block.seconds > 0.03 * found.seconds:
             middle = (block.start + block.end) / 2 / MILLISECOND
             axes.text(middle, lane, f"{block.kind}\n{block.unit[-1]}", ha="center", va="center", fontsize=6)
     begin = min(block.start for block in found.blocks if block.side == "backward" and block.lane == "compute")

@@ -74,12 +74,16 @@ def all_reduce(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
     """Seconds until `num_bytes` of every rank are reduced on every rank."""
     if ring.size == 1:
         return 0.0
-    seconds = _transfer(num_bytes, ring, hardware) * hardware.all_reduce_factor
+    seconds = _sending(num_bytes, ring, hardware) * hardware.all_reduce_factor  # cut where it suits the ring
     return hardware.collective_start + 2 * ring.hops(hardware) + seconds
 
 
 def _transfer(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
-    """Seconds that the bytes take, of a collective that moves each of them once."""
+    """Seconds that the bytes take, of a collective that moves each of them once, a rank's part in one piece."""
     is_aligned = equal(num_bytes / ring.size % _ALIGNMENT, 0)
-    seconds: float = sent(num_bytes, ring) / ring.bandwidth(hardware) * select(is_aligned, 1, _UNALIGNED)
+    seconds: float = _sending(num_bytes, ring, hardware) * select(is_aligned, 1, _UNALIGNED)
     return seconds
+
+
+def _sending(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
+    return sent(num_bytes, ring) / ring.bandwidth(hardware)

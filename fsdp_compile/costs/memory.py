@@ -168,6 +168,8 @@ def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Li
         while ended < len(by_end) and lives[by_end[ended]].end <= begin:
             dead.setdefault(_kind(by_end[ended]), []).append(by_end[ended])
             ended += 1
+        if ops.is_call(tensor, ops.COPY_OUT, ops.PACK):
+            continue  # ATen allocates what it copies to
         candidates = [
             other
             for other in dead.get(_kind(tensor), ())

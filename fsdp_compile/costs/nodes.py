@@ -106,7 +106,7 @@ def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
             can_join = False
         if not is_kernel(node):
             continue
-        is_light = not analysis.is_heavy(node)
+        is_light = not analysis.is_heavy(node) and not ops.is_call(node, ops.COPY_OUT)  # a copy is ATen's
         if is_light and can_join and _is_fused_with(groups[-1][-1], node, compiler):
             groups[-1].append(node)
         else:

@@ -57,6 +57,11 @@ def test_parts_that_are_not_aligned_are_slow():
     assert all_gather((1 << 26) + 4, ring, SMALL) > 5 * all_gather(1 << 26, ring, SMALL)
 
 
+def test_an_all_reduce_cuts_its_buffer_where_it_likes():
+    aligned, other = (all_reduce(num_bytes, Ring(3, 3), SMALL) for num_bytes in (48_000, 48_004))
+    assert other == pytest.approx(aligned, rel=1e-3)
+
+
 def test_reduce_scatters_by_other_means():
     slow = dataclasses.replace(SMALL, reduce_scatter_factor=2.0)
     ring = Ring(4, 4)
