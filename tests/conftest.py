@@ -18,7 +18,7 @@ ONE_AFTER_ANOTHER = ("distributed", "test_examples.py", "test_packaging.py", "te
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup`, tests that start processes run one after another beside all others, file by file."""
+    """With `-n 2 --dist loadgroup`, tests that start processes run one after another, beside all others."""
     for item in items:
         path = item.path.relative_to(Path(__file__).parent)
         group = "processes" if path.parts[0] in ONE_AFTER_ANOTHER else str(path)
