@@ -17,6 +17,7 @@ settings.load_profile("quick")
 ONE_AFTER_ANOTHER = ("distributed", "test_examples.py", "test_packaging.py", "test_transformers.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks for groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n 2 --dist loadgroup`, tests that start processes run one after another, beside all others."""
     for item in items:
