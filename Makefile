@@ -7,6 +7,7 @@ VENV ?= .venv
 DEMO ?= build/demo
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+RANKS := tests/distributed tests/test_examples.py tests/test_packaging.py tests/test_transformers.py
 
 .PHONY: demo test check clean
 
@@ -22,9 +23,10 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --reference --steps 20 --compare $(DEMO)/losses.jsonl
 	@echo; echo "$(DEMO)/graphs/schedule.txt begins:"; head -n 24 $(DEMO)/graphs/schedule.txt
 
-# Two at a time; tests/conftest.py says which.
+# Tests on one process two at a time, then those that start processes or compile much.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(RANKS))
+	$(BIN)/python -m pytest $(RANKS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
