@@ -8,23 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
-import torch
-import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "figures"
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from workloads import conv  # noqa: E402
 
 from fsdp_compile import rewrite  # noqa: E402
 from fsdp_compile.costs import Hardware, Link, Prediction, predict  # noqa: E402
 from fsdp_compile.costs.memory import CATEGORIES  # noqa: E402
 from fsdp_compile.passes import ops  # noqa: E402
 from fsdp_compile.report import Schedule  # noqa: E402
-from train_digits import ConvNet  # noqa: E402
 
 RANKS, ROWS = 3, 128
 HOSTS = Hardware(
@@ -53,21 +51,10 @@ CATEGORY_COLOURS = dict(
 KILOBYTE, MILLISECOND = 1e3, 1e-3
 
 
-class Classifier(nn.Module):
-    """The nine convolution layers with their loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = ConvNet()
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(images), labels)
-
-
 def prediction_of(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> Prediction:
-    torch.manual_seed(0)
-    inputs = torch.randn(ROWS, 1, 8, 8), torch.randint(10, (ROWS,))
-    return predict(rewrite(Classifier(), *inputs, world_size=RANKS, sharding_strategy=strategy), HOSTS)
+    workload = conv(ROWS)
+    graphs = rewrite(workload.build(), *workload.inputs(), world_size=RANKS, sharding_strategy=strategy)
+    return predict(graphs, HOSTS)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -316,13 +316,18 @@ def name_of_buckets(buckets: Sequence[str]) -> str:
     return ",".join(buckets)
 
 
+def buckets_of(collective: torch.fx.Node) -> list[str]:
+    """The buckets that a collective sends, of `name_of_buckets`."""
+    return str(argument(collective, "bucket")).split(",")
+
+
 def gathered_shards(gather: torch.fx.Node) -> dict[str, torch.fx.Node]:
     """What an all-gather gathers, by bucket: their shards, or what these were converted to."""
     (source,) = gather.args[:1]
     if isinstance(source, torch.fx.Node) and is_call(source, JOIN):
         source = source.args[0]
     shards: Any = source if isinstance(source, (list, tuple)) else [source]
-    return dict(zip(argument(gather, "bucket").split(","), shards, strict=True))
+    return dict(zip(buckets_of(gather), shards, strict=True))
 
 
 def is_conversion(node: torch.fx.Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch.fx
 
@@ -19,7 +19,7 @@ from ..passes import ops
 from ..passes.printer import display_names, target_name
 from ..statements import source_of
 
-KINDS = ("compute", "gather", "reduce", "copy", "wait", "free")
+Kind = Literal["compute", "gather", "reduce", "copy", "wait", "free"]
 """Kernels, all-gathers, reductions, copies between devices, waits for collectives, ends of full parameters. A wait
 takes as long as compute stands still; a free takes no time."""
 
@@ -34,7 +34,7 @@ class Block:
     Attributes:
         lane: "compute", or a process group.
         side: "forward" or "backward".
-        kind: one of `KINDS`.
+        kind: see `Kind`.
         name: of a kernel its operators; otherwise the printed name of what is sent, waited for, copied or freed. That
             of a collective and of its wait is the same.
         unit: whose parameters are sent, or, of compute, were last waited for.
@@ -47,7 +47,7 @@ class Block:
 
     lane: str
     side: str
-    kind: str
+    kind: Kind
     name: str
     unit: str
     start: float
@@ -172,7 +172,7 @@ def _blocks(side: WorkOfGraph, timeline: Timeline, times: Sequence[tuple[float, 
         yield Block(lane, side.title, kind, name, of_unit, begin, end, size, messages, source_of(node), lines)
 
 
-def _kind(node: torch.fx.Node, event_of: Mapping[torch.fx.Node, Event]) -> str | None:
+def _kind(node: torch.fx.Node, event_of: Mapping[torch.fx.Node, Event]) -> Kind | None:
     if ops.is_collective(node):
         return "gather" if ops.is_all_gather(node) else "reduce"
     if ops.is_call(node, ops.WAIT):
@@ -194,7 +194,7 @@ def _unit(node: torch.fx.Node, before: str) -> str:
 
 def _units(collective: torch.fx.Node) -> str:
     """The units whose buckets are sent."""
-    return ", ".join(dict.fromkeys(map(ops.unit_of_bucket, ops.argument(collective, "bucket").split(","))))
+    return ", ".join(dict.fromkeys(map(ops.unit_of_bucket, ops.buckets_of(collective))))
 
 
 def _name_of_kernel(nodes: Sequence[torch.fx.Node]) -> str:

@@ -301,7 +301,7 @@ class TestLoweredLayout(Pictures):
 class TestLoweredGraphs(Pictures):
     """The lowered graphs of a single rank, run beside the same model in eager."""
 
-    def assert_equal_to_eager(self, model, *inputs):
+    def assert_equal_to_eager(self, model, *inputs, **tolerances):
         layouts = layouts_of(model, 1)
         values = {name: parameter.detach() for name, parameter in model.named_parameters()}
         reading, shards = reading_copy_with_shards(model, layouts)
@@ -309,7 +309,7 @@ class TestLoweredGraphs(Pictures):
             shards[layout.bucket].detach().copy_(shard_of_rank(values, layout, 0))
         found = compiled(reading)(*inputs)
         expected = model(*inputs)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found, expected, **{"rtol": 0, "atol": 0, **tolerances})
 
         found.sum().backward()
         expected.sum().backward()
@@ -345,7 +345,8 @@ class TestLoweredGraphs(Pictures):
 
     def test_a_gpt(self):
         model = build("gpt")
-        self.assert_equal_to_eager(model, *model.inputs(2, seed=0))
+        # MKL rounds by where its operands lie in memory, on some processors.
+        self.assert_equal_to_eager(model, *model.inputs(2, seed=0), rtol=1.3e-6, atol=1e-5)
 
 
 def reading_copy_with_shards(model, layouts):
