@@ -162,10 +162,9 @@ class DirectGloo(dist.ProcessGroup):
 
 def _large_and_small(parts: Sequence[Tensor]) -> tuple[list[int], list[int]]:
     """Which parts of a collective are a message of their own, and which are one together."""
-    large, small = [], []
-    for index, part in enumerate(parts):
-        (small if 0 < part.nbytes <= TOGETHER else large).append(index)
-    return (large, small) if len(small) > 1 else (list(range(len(parts))), [])
+    small = [index for index, part in enumerate(parts) if 0 < part.nbytes <= TOGETHER]
+    together = set(small) if len(small) > 1 else set()
+    return [index for index in range(len(parts)) if index not in together], sorted(together)
 
 
 class _Messages(distributed_c10d.Work):
