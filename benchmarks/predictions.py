@@ -3,13 +3,15 @@
     sudo python benchmarks/predictions.py                       # needs Linux, root, and the commands ip and tc
     sudo python benchmarks/predictions.py --rates 2 --models gpt
     sudo python benchmarks/predictions.py --rates 2 --models gpt --plans planned --budgets 1 0.9 0.8 0.7 0.5
+    sudo python benchmarks/predictions.py --rates 1 --models demo --plans "prefetch 1" --units build/units
 
 The hosts are network namespaces of this machine (hosts.py). Every plan (prefetch distances, what is kept between
 forward and backward, what is sharded at all, and what `hardware=` plans) is predicted and run; and plans for memory
-budgets, each a part of the predicted peak of the last of the plans before. The plans take turns, and the machine and
-the link are calibrated before every turn, because the speed of a machine changes. Times are of forward and backward:
-medians of all steps, and of the predictions by all calibrations. Peaks are those of a rank's tensors meanwhile, Adam's
-states included.
+budgets, each a part of the predicted peak of the last of the plans before. In every round the machine and the link are
+calibrated and each plan takes a few steps: the speed of a machine changes, and many short turns let all plans see
+the same of it. Times are of forward and backward: medians of all steps, and of the predictions by all calibrations.
+Peaks are those of a rank's tensors meanwhile, Adam's states included. With --units, a last step of each plan is
+recorded by torch.profiler, and compared unit by unit with its plan, in a table and a page.
 """
 
 from __future__ import annotations
@@ -71,7 +73,13 @@ def mlp() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
     return Mlp(dim=768, layers=6), lambda: (torch.randn(512, 768), torch.randn(512, 768))
 
 
-MODELS = {"gpt": gpt, "mlp": mlp}
+def demo() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    """What `make demo` trains."""
+    config = GPTConfig(seq=128, dim=256, layers=4)
+    return GPT(config), lambda: (torch.randint(256, (8, 128)), torch.randint(256, (8, 128)))
+
+
+MODELS = {"gpt": gpt, "mlp": mlp, "demo": demo}
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -108,6 +116,15 @@ class Subject:
         self.optimizer.zero_grad()
         return elapsed.item(), peak
 
+    def compare(self, hardware: Hardware, page: Path) -> str:
+        """What each unit took in a step more, against its plan for this hardware."""
+        inputs = self.batch()
+        dist.barrier()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            self.model(*inputs).backward()
+        self.optimizer.zero_grad()
+        return str(self.model.explain(hardware, measured=profiler, html=page).comparison)
+
     def row(self, calibrations: list[Hardware]) -> dict[str, float]:
         """Medians, of steps and of predictions, the spread of what was measured, and bytes."""
         predicted = [predict(self.model.graphs[0], hardware) for hardware in calibrations]
@@ -142,7 +159,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def rows_of(model: str, options: argparse.Namespace, allocation: Allocation) -> list[dict[str, Any]]:
-    """What each plan of a model took: the plans in turns, and a calibration before each turn."""
+    """What each plan of a model took: the plans in turns, and a calibration before each round."""
     hardware = calibrate(allocation.device, ranks_per_node=1)
     subjects = {plan: Subject(model, schedule_of(plan, hardware), allocation) for plan in options.plans}
     refused = {}
@@ -157,10 +174,14 @@ def rows_of(model: str, options: argparse.Namespace, allocation: Allocation) -> 
                 refused[plan] = str(e)
     calibrations = []
     for _ in range(options.rounds):
+        calibrations.append(calibrate(allocation.device, ranks_per_node=1))
         for subject in subjects.values():
-            calibrations.append(calibrate(allocation.device, ranks_per_node=1))
             subject.seconds += [subject.step()[0] for _ in range(options.steps)]
     found = [{"model": model, "plan": plan, **subject.row(calibrations)} for plan, subject in subjects.items()]
+    if options.units is not None:
+        for row, (plan, subject) in zip(found, subjects.items(), strict=True):
+            page = options.units / f"{model}-{plan.replace(' ', '-')}-{dist.get_rank()}.html"
+            row["units"] = subject.compare(calibrations[-1], page)
     return found + [{"model": model, "plan": plan, "refused": why} for plan, why in refused.items()]
 
 
@@ -181,6 +202,9 @@ def run_hosts(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     command = [sys.executable, __file__, "--result", str(result), "--steps", str(options.steps)]
     command += ["--rounds", str(options.rounds)]
     command += ["--models", *options.models, "--plans", *options.plans, "--budgets", *map(str, options.budgets)]
+    if options.units is not None:
+        options.units.mkdir(parents=True, exist_ok=True)
+        command += ["--units", str(options.units.resolve())]
     processes = [subprocess.Popen(on_host(rank, command), env=environment(rank), cwd=ROOT) for rank in range(2)]
     if any(process.wait() for process in processes):
         raise SystemExit("a rank failed")
@@ -203,11 +227,12 @@ def rank_correlation(rows: list[dict[str, Any]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4], help="Gbit/s; 0 is no limit")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=["gpt", "mlp"], choices=list(MODELS))
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--budgets", type=float, nargs="*", default=[], help="parts of a peak")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="of a plan in a round")
+    parser.add_argument("--units", type=Path, help="compare units too, and write pages to this folder")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=2, help="of a plan in a round")
     parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.result:
@@ -245,6 +270,9 @@ def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
             f"{row['predicted peak'] / row['measured peak']:.3f}",
         )
     console.print(table)
+    for row in found:
+        if "units" in row:
+            console.print(f"{row['plan']}:\n{row['units']}", markup=False, highlight=False)
     for row in rows:
         if "refused" in row:
             console.print(f"{row['plan']}: {row['refused']}", markup=False, highlight=False)

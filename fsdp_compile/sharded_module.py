@@ -29,7 +29,11 @@ from .sharding import Sharding, note_sharding, sharding_of
 
 def become_sharded(model: nn.Module) -> None:
     """Give a model whose parameters are sharded its new class."""
-    gained = {name: value for name, value in _GAINED.items() if not hasattr(model, name)}
+    gained = {
+        name: value
+        for name, value in vars(ShardedMethods).items()
+        if not name.startswith("__") and not hasattr(model, name)
+    }
     if is_reading(model):
         gained["forward"] = _within(type(model).forward, is_call=True)
     model.__class__ = generated_subclass(type(model), gained, ShardedModule)
@@ -142,145 +146,134 @@ def load_sharded(*saved: Any) -> nn.Module:
     return model
 
 
-def _set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
-    """Whether the backwards of the next forwards reduce gradients; if not, they keep them, full, on every rank.
+class ShardedMethods(nn.Module):
+    """What a model gains by being sharded; a name that it has of its own is not replaced."""
 
-    The first backward that reduces again reduces what was kept, together with its own gradients. Until then `.grad`
-    of the parameters does not change, and `optimizer.zero_grad()` does not reach what is kept; `model.zero_grad()`
-    does. With a single rank there is nothing to reduce.
-    """
-    if not isinstance(requires_gradient_sync, bool):
-        raise ConfigError(f"requires_gradient_sync is a bool, not {requires_gradient_sync!r}")
-    sharding_of(model).keeps_gradients = not requires_gradient_sync
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, as scripts written for DistributedDataParallel expect."""
+        return self
 
+    @property
+    def graphs(self) -> list[RewrittenGraphs]:
+        """The rewritten graphs, one for each set of guards that was compiled."""
+        return sharding_of(self).graphs
 
-@contextmanager
-def _no_sync(model: nn.Module) -> Iterator[None]:
-    """Forwards inside keep the gradients of their backwards for a later one: see `set_requires_gradient_sync`."""
-    sharding = sharding_of(model)
-    before, sharding.keeps_gradients = sharding.keeps_gradients, True
-    try:
-        yield
-    finally:
-        sharding.keeps_gradients = before
+    def explain(
+        self,
+        hardware: Hardware | str | None = None,
+        *,
+        optimizer: str = "adam",
+        html: str | Path | None = None,
+        schedule: str | Path | None = None,
+        measured: torch.profiler.profile | None = None,
+    ) -> Explanation:
+        """What was decided in the graphs compiled so far, what a step is predicted to cost, what could be changed.
 
+        Args:
+            hardware: of every rank: "h100" or another of `fsdp_compile.costs.HARDWARE`, a file that
+                `fsdp-compile calibrate` wrote, or a `Hardware`; None is the GPU at hand.
+            optimizer: "adam", "sgd" or "momentum".
+            html: a file to write the schedules of all graphs to, as a page for a browser.
+            schedule: a file to write the schedule of the last graph to, for `fsdp-compile report`.
+            measured: a profiler that has recorded steps of the last graph, and nothing else, to compare with.
 
-def _module(model: nn.Module) -> nn.Module:
-    """The model itself, as scripts written for DistributedDataParallel expect."""
-    return model
+        Raises:
+            ConfigError: no such hardware or optimizer; nothing was compiled that could be written or compared; the
+                profile is not of steps of the last graph.
+        """
+        sharding = sharding_of(self)
+        compiler: Any = sharding.compile.config.backend if sharding.compile is not None else "inductor"
+        explanation = explain(
+            sharding.graphs,
+            hardware,
+            optimizer=optimizer,
+            compiler=compiler,
+            reason=sharding.reason,
+            compilations=str(sharding.compilations),
+        )
+        if html is None and schedule is None and measured is None:
+            return explanation
+        planned = [Schedule.of(prediction) for prediction in explanation.predictions]
+        if not planned:
+            raise ConfigError("nothing was compiled so far: call the model once")
+        compared = None if measured is None else Comparison(planned[-1], measured_schedule(planned[-1], measured))
+        if html is not None:
+            Path(html).write_text(page(planned if compared is None else [*planned, compared.measured]))
+        if schedule is not None:
+            Path(schedule).write_text(planned[-1].to_json())
+        return explanation if compared is None else dataclasses.replace(explanation, comparison=str(compared))
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards inside keep the gradients of their backwards for a later one: see `set_requires_gradient_sync`."""
+        sharding = sharding_of(self)
+        before, sharding.keeps_gradients = sharding.keeps_gradients, True
+        try:
+            yield
+        finally:
+            sharding.keeps_gradients = before
 
-def _graphs(model: nn.Module) -> list[RewrittenGraphs]:
-    """The rewritten graphs, one for each set of guards that was compiled."""
-    return sharding_of(model).graphs
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether the backwards of the next forwards reduce gradients; if not, they keep them, full, on every rank.
 
+        The first backward that reduces again reduces what was kept, together with its own gradients. Until then `.grad`
+        of the parameters does not change, and `optimizer.zero_grad()` does not reach what is kept; `model.zero_grad()`
+        does. With a single rank there is nothing to reduce.
+        """
+        if not isinstance(requires_gradient_sync, bool):
+            raise ConfigError(f"requires_gradient_sync is a bool, not {requires_gradient_sync!r}")
+        sharding_of(self).keeps_gradients = not requires_gradient_sync
 
-def _explain(
-    model: nn.Module,
-    hardware: Hardware | str | None = None,
-    *,
-    optimizer: str = "adam",
-    html: str | Path | None = None,
-    schedule: str | Path | None = None,
-    measured: torch.profiler.profile | None = None,
-) -> Explanation:
-    """What was decided in the graphs compiled so far, what a step is predicted to cost, what could be changed.
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; every rank calls it.
 
-    Args:
-        hardware: of every rank: "h100" or another of `fsdp_compile.costs.HARDWARE`, a file that
-            `fsdp-compile calibrate` wrote, or a `Hardware`; None is the GPU at hand.
-        optimizer: "adam", "sgd" or "momentum".
-        html: a file to write the schedules of all graphs to, as a page for a browser.
-        schedule: a file to write the schedule of the last graph to, for `fsdp-compile report`.
-        measured: a profiler that has recorded steps of the last graph, and nothing else, to compare with.
+        As torch.nn.utils.clip_grad_norm_, with one all-reduce along the axis that the model is sharded over. Parameters
+        that are not sharded count once.
 
-    Raises:
-        ConfigError: no such hardware or optimizer; nothing was compiled that could be written or compared; the profile
-            is not of steps of the last graph.
-    """
-    sharding = sharding_of(model)
-    compiler: Any = sharding.compile.config.backend if sharding.compile is not None else "inductor"
-    explanation = explain(
-        sharding.graphs,
-        hardware,
-        optimizer=optimizer,
-        compiler=compiler,
-        reason=sharding.reason,
-        compilations=str(sharding.compilations),
-    )
-    if html is None and schedule is None and measured is None:
-        return explanation
-    planned = [Schedule.of(prediction) for prediction in explanation.predictions]
-    if not planned:
-        raise ConfigError("nothing was compiled so far: call the model once")
-    compared = None if measured is None else Comparison(planned[-1], measured_schedule(planned[-1], measured))
-    if html is not None:
-        Path(html).write_text(page(planned if compared is None else [*planned, compared.measured]))
-    if schedule is not None:
-        Path(schedule).write_text(planned[-1].to_json())
-    return explanation if compared is None else dataclasses.replace(explanation, comparison=str(compared))
+        Args:
+            norm_type: 1, 2, any other positive number, or inf.
 
+        Returns:
+            The norm from before: a plain 0-d tensor, float32, or float64 if a parameter is.
 
-def _clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-) -> torch.Tensor:
-    """Scale all gradients so that their norm over all ranks is at most `max_norm`; every rank calls it.
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite`; the gradients are unchanged.
+        """
+        sharding = sharding_of(self)
+        sharding.refuse_if_summoned("clip_grad_norm_")
+        return clip_gradients(
+            self.parameters(),
+            sharding.mesh,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
 
-    As torch.nn.utils.clip_grad_norm_, with one all-reduce along the axis that the model is sharded over. Parameters
-    that are not sharded count once.
+    def summon_full_params(
+        self,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """A context in which all parameters are full, plain nn.Parameters; every rank enters and leaves it.
 
-    Args:
-        norm_type: 1, 2, any other positive number, or inf.
+        They are gathered bucket by bucket, and are in memory together. When the block ends, by an exception too, the
+        sharded parameters are back.
 
-    Returns:
-        The norm from before: a plain 0-d tensor, float32, or float64 if a parameter is.
+        Args:
+            writeback: write the values in the full parameters to the sharded ones at the end; otherwise they are
+                dropped.
+            rank0_only: only the first rank of the mesh gets full parameters; the others keep their shards.
+            offload_to_cpu: put the full parameters into the CPU's memory.
+            with_grads: full parameters have full gradients, which are written back too.
 
-    Raises:
-        RuntimeError: the norm is not finite, and `error_if_nonfinite`; the gradients are unchanged.
-    """
-    sharding = sharding_of(model)
-    sharding.refuse_if_summoned("clip_grad_norm_")
-    return clip_gradients(
-        model.parameters(),
-        sharding.mesh,
-        max_norm=max_norm,
-        norm_type=norm_type,
-        error_if_nonfinite=error_if_nonfinite,
-    )
-
-
-def _summon_full_params(
-    model: nn.Module,
-    writeback: bool = True,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = False,
-    with_grads: bool = False,
-) -> AbstractContextManager[None]:
-    """A context in which all parameters are full, plain nn.Parameters; every rank enters and leaves it.
-
-    They are gathered bucket by bucket, and are in memory together. When the block ends, by an exception too, the
-    sharded parameters are back.
-
-    Args:
-        writeback: write the values in the full parameters to the sharded ones at the end; otherwise they are dropped.
-        rank0_only: only the first rank of the mesh gets full parameters; the others keep their shards.
-        offload_to_cpu: put the full parameters into the CPU's memory.
-        with_grads: full parameters have full gradients, which are written back too.
-
-    Raises:
-        ConfigError: `rank0_only` together with `writeback`.
-        RuntimeError: inside another one, or in a forward or backward. Inside the block the model cannot be called,
-            copied or pickled.
-    """
-    return summon(model, SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads))
-
-
-_GAINED = {
-    "module": property(_module),
-    "graphs": property(_graphs),
-    "explain": _explain,
-    "no_sync": _no_sync,
-    "set_requires_gradient_sync": _set_requires_gradient_sync,
-    "clip_grad_norm_": _clip_grad_norm_,
-    "summon_full_params": _summon_full_params,
-}
+        Raises:
+            ConfigError: `rank0_only` together with `writeback`.
+            RuntimeError: inside another one, or in a forward or backward. Inside the block the model cannot be called,
+                copied or pickled.
+        """
+        return summon(self, SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads))
