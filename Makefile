@@ -1,6 +1,7 @@
 # make demo    train a GPT on 2 ranks, compare it with the unsharded model
 # make test    run the tests
 # make check   lint, formatting, types
+# make docs    the pages of docs/ and the reference as HTML, in build/docs
 # make clean   remove the environment and what demo wrote
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,11 +10,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 RANKS := tests/distributed tests/test_examples.py tests/test_packaging.py tests/test_transformers.py
 
-.PHONY: demo test check clean
+.PHONY: demo test check docs clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,examples]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,examples,docs]'
 	touch $@
 
 # Killed and started again, the training goes on from its last checkpoint in $(DEMO)/checkpoint.
@@ -21,7 +22,7 @@ demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py \
 	    --checkpoint $(DEMO)/checkpoint --out $(DEMO)/graphs --losses $(DEMO)/losses.jsonl --time-limit 300
 	$(BIN)/python examples/train_gpt.py --reference --steps 20 --compare $(DEMO)/losses.jsonl
-	@echo; echo "$(DEMO)/graphs/schedule.txt begins:"; head -n 24 $(DEMO)/graphs/schedule.txt
+	@echo; echo "$(DEMO)/graphs/report.html is for a browser; schedule.txt begins:"; head -n 24 $(DEMO)/graphs/schedule.txt
 
 # Tests on one process two at a time, then those that start processes or compile much.
 test: $(INSTALLED)
@@ -32,6 +33,9 @@ check: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(BIN)/sphinx-build -q -W --keep-going docs build/docs
 
 clean:
 	rm -rf $(VENV) $(DEMO)

@@ -33,6 +33,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fsdp_compile
+from fsdp_compile.costs import Hardware
+from fsdp_compile.costs.calibrate import calibrate
 
 # ----------------------------------------------------------------------------------------------------------
 # The model: bytes in, the mean cross entropy (nats per byte) out
@@ -190,13 +192,14 @@ def memory_table(model: nn.Module, optimizer: torch.optim.Optimizer, world_size:
     return table
 
 
-def write_graphs(model: nn.Module, folder: Path) -> None:
-    """The rewritten graphs of the training step and its schedule, as text."""
+def write_graphs(model: nn.Module, folder: Path, hardware: Hardware) -> None:
+    """The rewritten graphs of the training step and its schedule as text, and the report as a page for a browser."""
     graphs = next(graphs for graphs in model.graphs if graphs.backward is not None)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "forward.txt").write_text(f"{graphs.forward}\n")
     (folder / "backward.txt").write_text(f"{graphs.backward}\n")
     (folder / "schedule.txt").write_text(f"{graphs.schedule()}\n")
+    model.explain(hardware, html=folder / "report.html")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -403,9 +406,11 @@ def main() -> None:
         train(model, optimizer, done, options, ranks, report)
     if report.losses and not options.reference:
         report.console.print(memory_table(model, optimizer, ranks.world_size))
-        if options.out and ranks.rank == 0:
-            write_graphs(model, options.out)
-            report.console.print(f"graphs and schedule written to {options.out}")
+        if options.out:
+            hardware = calibrate(device)  # by all ranks
+            if ranks.rank == 0:
+                write_graphs(model, options.out, hardware)
+            report.console.print(f"graphs, schedule and report.html written to {options.out}")
     if options.compare and compare(report.losses, read_losses(options.compare), report.console) > 1e-4:
         raise SystemExit("the losses differ by more than 1e-4")
     if dist.is_initialized():

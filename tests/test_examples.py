@@ -88,11 +88,12 @@ def test_gpt_killed_and_resumed_has_the_losses_of_the_unsharded_model(
     assert losses == pytest.approx(train_gpt.read_losses(tmp_path / "losses.jsonl"), abs=1e-4)
 
 
-def test_gpt_writes_its_graphs_and_its_schedule(resumed: tuple[Path, int]) -> None:
+def test_gpt_writes_its_graphs_its_schedule_and_a_report(resumed: tuple[Path, int]) -> None:
     graphs = resumed[0] / "graphs"
     assert "fsdp.all_gather" in (graphs / "forward.txt").read_text()
     assert "fsdp.reduce_scatter" in (graphs / "backward.txt").read_text()
     assert "all_gather blocks.0" in (graphs / "schedule.txt").read_text()
+    assert (graphs / "report.html").stat().st_size < 2e6
 
 
 def test_gpt_trains_in_one_process(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Every pass is verified. `--hypothesis-profile=thorough` draws 2,000 of them.
 """
 
 import os
+import re
 from unittest.mock import patch
 
 import torch
@@ -11,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.costs import HARDWARE
+from fsdp_compile import ConfigError, rewrite
+from fsdp_compile.costs import HARDWARE, predict
 from tests.random_models import RandomModel, schedules, trees
 from tests.simulation import Simulation
 
@@ -67,6 +69,22 @@ def test_a_random_model_computes_what_it_does_unsharded(tree, is_double, world_s
     reduced = {name: sum(each[name] for each in gradients) / divisor for name in gradients[0]}
     for rank, of_rank in enumerate(found.gradients):
         compare_gradients(model, simulation, of_rank, reduced, rank % world_size[1])
+
+
+@settings(max_examples=NUM_EXAMPLES // 10)
+@given(trees(), st.sampled_from(WORLD_SIZES), st.floats(0.5, 1.2))
+def test_a_random_budget_is_kept_or_refused(tree, world_size, part):
+    torch._dynamo.reset()
+    model, hardware = RandomModel(tree), HARDWARE["a100-40"]
+    options = {"world_size": world_size, "hardware": hardware}
+    budget = int(part * predict(rewrite(model, *model.inputs(2, 0), **options), hardware).memory.peak.total)
+    torch._dynamo.reset()
+    try:
+        graphs = rewrite(model, *model.inputs(2, 0), memory_budget=budget, **options)
+    except ConfigError as e:
+        assert re.search(r"memory_budget of .* are missing", str(e))
+    else:
+        assert predict(graphs, hardware).memory.peak.total <= budget
 
 
 def unsharded(model, inputs, seeds):

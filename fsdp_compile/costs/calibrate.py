@@ -22,6 +22,7 @@ from .hardware import Hardware, Link
 
 _SIZES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes of messages
 _REPEATS = 15
+_NUM_ACTIVATIONS = 16
 _NUM_GATHERS = 3  # that run while contention is measured
 _NUM_OVERLAPS = 5
 _MOST_LOST = 0.95  # of compute, while a collective runs
@@ -61,17 +62,15 @@ def check_same(hardware: Hardware, group: dist.ProcessGroup | None = None) -> No
 def _compute(device: torch.device, name: str, ranks_per_node: int) -> Hardware:
     flops_of_dtype = {dtype: _matmul_flops(dtype, device) for dtype in _dtypes(device)}
     main = torch.float32 if device.type == "cpu" else torch.bfloat16
-    numel = 1 << 24
-    source, target = (torch.ones(numel, device=device) for _ in range(2))
-    copy = _seconds(lambda: target.copy_(source), device)
     small = torch.ones(1, device=device)
-    host = torch.ones(numel)
+    host = torch.ones(1 << 24)
+    target = torch.empty_like(host, device=device)
     nothing = Link(_NEVER, 0.0)
     return Hardware(
         name=name,
         flops={str(dtype).removeprefix("torch."): flops for dtype, flops in flops_of_dtype.items()},
         efficiency=1.0,  # the figures are of matmuls, not of data sheets
-        memory_bandwidth=2 * source.nbytes / copy,
+        memory_bandwidth=_memory_bandwidth(device),
         memory=_memory(device) // (ranks_per_node if device.type == "cpu" else 1),
         ranks_per_node=ranks_per_node,
         within_node=nothing,
@@ -119,6 +118,17 @@ def _matmul(dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor,
     """What generated code multiplies matrices with."""
     is_onednn = device.type == "cpu" and dtype == torch.float32 and onednn_is_faster()
     return onednn_mm if is_onednn else torch.mm
+
+
+def _memory_bandwidth(device: torch.device) -> float:
+    """Bytes/s of kernels over one activation after another: what they read and write has left the caches meanwhile."""
+    numel = 1 << 21 if device.type == "cpu" else 1 << 24
+    activations = [torch.ones(numel, device=device) for _ in range(_NUM_ACTIVATIONS)]
+
+    def call() -> None:
+        _ = [torch.nn.functional.gelu(activation) for activation in activations]
+
+    return 2 * sum(activation.nbytes for activation in activations) / _seconds(call, device)
 
 
 def _memory(device: torch.device) -> int:
