@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -221,6 +222,8 @@ def rank_correlation(rows: list[dict[str, Any]]) -> float:
         found = list(values)
         return [sorted(found).index(value) for value in found]
 
+    if len(measured_of) < 2:
+        return math.nan
     return statistics.correlation(ranks(measured_of), ranks(map(statistics.mean, measured_of.values())))
 
 
