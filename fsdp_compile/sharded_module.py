@@ -230,8 +230,8 @@ class ShardedMethods(nn.Module):
     ) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; every rank calls it.
 
-        As torch.nn.utils.clip_grad_norm_, with one all-reduce along the axis that the model is sharded over. Parameters
-        that are not sharded count once.
+        As `torch.nn.utils.clip_grad_norm_`, with one all-reduce along the axis that the model is sharded over.
+        Parameters that are not sharded count once.
 
         Args:
             norm_type: 1, 2, any other positive number, or inf.

@@ -5,7 +5,7 @@ unit that share dtype, requires_grad and device). For a parameter of `rows` x `i
 shard holds `ceil(rows / world_size)` rows at `offset`, zero padded: dim-0 chunks, as `torch.chunk` and DTensor's
 `Shard(0)` cut them. With `world_size` 1 the shard holds the whole parameter and nothing needs to be gathered.
 
-What the front end emits, differentiable, one of each per read of a parameter:
+What the front end emits, differentiable, one of each per read of a parameter::
 
     unshard(shard, accumulated, ...)               the full parameter, in the dtype that the forward computes in
     reduce_gradient(gradients, accumulated, ...)   the shard's gradient from full gradients of some of its parameters
@@ -15,7 +15,7 @@ What the front end emits, differentiable, one of each per read of a parameter:
 gradient of `accumulated`, and "none" is for frozen parameters. With "reduce", `accumulated` is what earlier steps kept.
 
 What the passes turn that into. The packed form of a gather or a reduction sends one buffer, with copies on one side;
-the grouped form sends one message per parameter in one call, and needs none:
+the grouped form sends one message per parameter in one call, and needs none::
 
     all_gather(shard), all_gather_grouped(shards)     pending; all ranks' shards, one after another
     join(shards)                                      the shards of several buckets, one after another

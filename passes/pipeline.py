@@ -1,5 +1,7 @@
 """The pipeline is a value: the passes in order, one loop that runs them, one hook that observes them.
 
+What runs on which graph::
+
     joint graph          merge_unshards, merge_gradients, partition_joint
     forward, backward    insert_reduce_scatter, insert_all_gather, insert_free, prefetch_all_gather,
                          delay_reduce_scatter_wait, the user's passes, end_lives, lower_collectives, pin_matmuls
