@@ -33,7 +33,7 @@ HEAD = """\
 # The passes
 
 Each is one file in `passes/`, and one file of pictures in `tests/passes/`. *Before* and *After* show what a pass does,
-*Needs* what must hold before it, *Keeps* what it does not change, *Cost* what it takes. How they follow one another:
+*Needs* what must hold before it, *Keeps* what it does not change, *Cost* what it takes.
 """
 
 
@@ -80,13 +80,16 @@ def _in_prose(module: ModuleType, *, skip_title: bool = False) -> str:
 
 
 def _paragraphs(text: str | None) -> str:
-    """The paragraphs of a docstring; those that are set off, or tell before from after, as they stand."""
+    """The paragraphs of a docstring; those that are set off, or tell before from after, as they stand.
+
+    A "::" is what docstrings announce the former with, for Sphinx.
+    """
     rendered = []
     for paragraph in (text or "").split("\n\n"):
         is_set_off = all(line.startswith(" ") for line in paragraph.splitlines())
         if is_set_off or paragraph.startswith("Before "):
             paragraph = f"```text\n{textwrap.dedent(paragraph)}\n```"
-        rendered.append(paragraph)
+        rendered.append(paragraph[:-1] if paragraph.endswith("::") else paragraph)
     return "\n\n".join(rendered)
 
 
