@@ -85,6 +85,8 @@ def _build(tree: Tree, linears: list[nn.Linear], built: list[nn.Module]) -> nn.M
     kind, *arguments = tree
     if kind in _NESTED:
         children = arguments[0] if kind == "sequence" else arguments
+        if kind == "checkpoint":  # Inductor's random numbers, by which it draws in a recomputed region, are its own
+            built = [module for module in built if not any(isinstance(m, nn.Dropout) for m in module.modules())]
         module = _NESTED[kind](*[_build(child, linears, built) for child in children])
     elif kind == "again":
         return built[arguments[0] % len(built)] if built else nn.Tanh()
