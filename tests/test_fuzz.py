@@ -44,6 +44,7 @@ WORLD_SIZES = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2)]
 # For examples that have failed.
 AGAIN = ("sum", ("sequence", (("dropout",),)), ("checkpoint", ("again", 0)))
 PLANNED = {"hardware": HARDWARE["h100"]}
+NORMED = ("sequence", (("adapter", 2), ("norm",), ("embedding", 2), ("residual", ("mlp", 7))))
 ADAPTERS = ("sequence", (("adapter", 3), ("linear", False), ("adapter", 3), ("adapter", 3)))
 
 
@@ -51,6 +52,7 @@ ADAPTERS = ("sequence", (("adapter", 3), ("linear", False), ("adapter", 3), ("ad
 @given(trees(), st.booleans(), st.sampled_from(WORLD_SIZES), options(), st.integers(1, 3), st.booleans())
 @example(("linear", False), False, (2, 2), PLANNED, 1, False)  # two reductions under way, each over both axes
 @example(AGAIN, False, (1, 1), {"sharding_strategy": ShardingStrategy.NO_SHARD}, 1, False)  # random in a checkpoint
+@example(NORMED, True, (2, 2), {"reshard_after_forward": False}, 3, True)  # rows were looked up by rounding
 @example(("residual", ADAPTERS), False, (1, 3), PLANNED, 1, True)  # two gathers right before the first kernel
 def test_a_random_model_computes_what_it_does_unsharded(tree, is_double, world_size, options, rows, poison):
     torch._dynamo.reset()
