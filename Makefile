@@ -2,7 +2,7 @@
 # make test    run the tests
 # make check   lint, formatting, types
 # make docs    the pages of docs/ and the reference as HTML, in build/docs
-# make clean   remove the environment and what demo wrote
+# make clean   remove the environment and what demo and docs wrote
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= build/demo
@@ -38,4 +38,4 @@ docs: $(INSTALLED)
 	$(BIN)/sphinx-build -q -W --keep-going docs build/docs
 
 clean:
-	rm -rf $(VENV) $(DEMO)
+	rm -rf $(VENV) $(DEMO) build/docs

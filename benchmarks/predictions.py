@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,8 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def gpt() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
-    config = GPTConfig(seq=128, dim=512, layers=6)
+def gpt(dim: int = 512, layers: int = 6) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    config = GPTConfig(seq=128, dim=dim, layers=layers)
     return GPT(config), lambda: (torch.randint(256, (8, 128)), torch.randint(256, (8, 128)))
 
 
@@ -74,13 +75,7 @@ def mlp() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
     return Mlp(dim=768, layers=6), lambda: (torch.randn(512, 768), torch.randn(512, 768))
 
 
-def demo() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
-    """What `make demo` trains."""
-    config = GPTConfig(seq=128, dim=256, layers=4)
-    return GPT(config), lambda: (torch.randint(256, (8, 128)), torch.randint(256, (8, 128)))
-
-
-MODELS = {"gpt": gpt, "mlp": mlp, "demo": demo}
+MODELS = {"gpt": gpt, "mlp": mlp, "demo": partial(gpt, dim=256, layers=4)}  # demo is what `make demo` trains
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -81,15 +81,15 @@ class RandomModel(nn.Module):
         return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
-def _build(tree: Tree, linears: list[nn.Linear], built: list[nn.Module]) -> nn.Module:
+def _build(tree: Tree, linears: list[nn.Linear], built: list[nn.Module], is_recomputed: bool = False) -> nn.Module:
     kind, *arguments = tree
     if kind in _NESTED:
         children = arguments[0] if kind == "sequence" else arguments
-        if kind == "checkpoint":  # Inductor's random numbers, by which it draws in a recomputed region, are its own
-            built = [module for module in built if not any(isinstance(m, nn.Dropout) for m in module.modules())]
-        module = _NESTED[kind](*[_build(child, linears, built) for child in children])
+        module = _NESTED[kind](*[_build(child, linears, built, kind == "checkpoint") for child in children])
     elif kind == "again":
-        return built[arguments[0] % len(built)] if built else nn.Tanh()
+        # Inductor's random numbers, by which it draws in a recomputed region, are its own.
+        known = [module for module in built if not (is_recomputed and _draws(module))]
+        return known[arguments[0] % len(known)] if known else nn.Tanh()
     elif kind == "tied":
         module = nn.Linear(WIDTH, WIDTH, bias=False)
         module.weight = linears[arguments[0] % len(linears)].weight
@@ -99,6 +99,10 @@ def _build(tree: Tree, linears: list[nn.Linear], built: list[nn.Module]) -> nn.M
             linears.append(module)
     built.append(module)
     return module
+
+
+def _draws(module: nn.Module) -> bool:
+    return any(isinstance(each, nn.Dropout) for each in module.modules())
 
 
 class Mlp(nn.Module):

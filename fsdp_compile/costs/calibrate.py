@@ -63,8 +63,6 @@ def _compute(device: torch.device, name: str, ranks_per_node: int) -> Hardware:
     flops_of_dtype = {dtype: _matmul_flops(dtype, device) for dtype in _dtypes(device)}
     main = torch.float32 if device.type == "cpu" else torch.bfloat16
     small = torch.ones(1, device=device)
-    host = torch.ones(1 << 24)
-    target = torch.empty_like(host, device=device)
     nothing = Link(_NEVER, 0.0)
     return Hardware(
         name=name,
@@ -75,7 +73,7 @@ def _compute(device: torch.device, name: str, ranks_per_node: int) -> Hardware:
         ranks_per_node=ranks_per_node,
         within_node=nothing,
         between_nodes=nothing,
-        host_bandwidth=host.nbytes / _seconds(lambda: target.copy_(host), device) if device.type != "cpu" else _NEVER,
+        host_bandwidth=_host_bandwidth(device),
         collective_start=0.0,
         kernel_start=_seconds(lambda: small.add_(1), device),
         contention=1.0,
@@ -129,6 +127,14 @@ def _memory_bandwidth(device: torch.device) -> float:
         _ = [torch.nn.functional.gelu(activation) for activation in activations]
 
     return 2 * sum(activation.nbytes for activation in activations) / _seconds(call, device)
+
+
+def _host_bandwidth(device: torch.device) -> float:
+    if device.type == "cpu":
+        return _NEVER
+    host = torch.ones(1 << 24)
+    target = torch.empty_like(host, device=device)
+    return host.nbytes / _seconds(lambda: target.copy_(host), device)
 
 
 def _memory(device: torch.device) -> int:
