@@ -19,7 +19,7 @@ import torch.fx
 
 from ..passes import analysis, ops
 from ..passes.insert_free import full_buffers
-from .nodes import extents, full_bytes, is_item, is_kernel, num_bytes, results
+from .nodes import base, extents, full_bytes, is_item, is_kernel, num_bytes, results
 from .work import Work, WorkOfGraph
 
 CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "reductions", "activations", "temporaries", "inputs")
@@ -136,7 +136,7 @@ def _lives(work: WorkOfGraph, *, saved: Collection[torch.fx.Node], is_reused: bo
             if size := num_bytes(tensor.meta.get("val")):
                 ends = [_end(reader, time) for reader in analysis.uses(tensor) if not ops.is_call(reader, ops.FREE)]
                 lives[tensor] = _Life(time[node], max(ends), size, category_of(tensor))
-    return _with_reuse(lives) if is_reused else lives
+    return _with_reuse(_with_expressions(lives, time)) if is_reused else lives
 
 
 def _lives_of_messages(gather: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> dict[torch.fx.Node, _Life]:
@@ -151,30 +151,73 @@ def _lives_of_messages(gather: torch.fx.Node, time: Mapping[torch.fx.Node, int])
     return lives
 
 
+def _with_expressions(
+    lives: Mapping[torch.fx.Node, _Life], time: Mapping[torch.fx.Node, int]
+) -> dict[torch.fx.Node, _Life]:
+    """Lives where Inductor writes a cheap value for heavy operators only, which read it through a view.
+
+    To light kernels it stays an expression that each computes anew, and what goes into it lives until the last of them
+    has read that. (torch 2.13, `ExternKernel.realize_input`, `StorageBox.should_realize_on_reuse`)
+    """
+    found = dict(lives)
+    for node in lives:
+        readers = analysis.uses(node) - set(analysis.aliases(node))
+        heavy = {reader for reader in readers if analysis.is_heavy(reader)}
+        light = readers - heavy
+        is_viewed = heavy and heavy.isdisjoint(node.users) and all(map(_is_light, light))
+        if is_viewed and (sources := _sources_of_expression(node, time)):
+            found[node] = dataclasses.replace(found[node], end=max(time[reader] for reader in heavy))
+            for source in sources & found.keys():
+                end = max([found[source].end, *(time[reader] for reader in light)])
+                found[source] = dataclasses.replace(found[source], end=end)
+    return found
+
+
+_MOST_READS = 4  # `realize_reads_threshold` of Inductor's config
+_NEVER_REPEATED = ("exp", "sigmoid")
+
+
+def _sources_of_expression(node: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> set[torch.fx.Node]:
+    """What a value is computed from inside of its kernel, if that is cheap enough to be done again; else nothing."""
+    sources: set[torch.fx.Node] = set()
+    pending = [node]
+    while pending:
+        value = pending.pop()
+        operator = value.target
+        if not isinstance(operator, torch._ops.OpOverload) or torch.Tag.pointwise not in operator.tags:
+            return set()
+        if operator._schema.name.removeprefix("aten::") in _NEVER_REPEATED:
+            return set()
+        for source in map(base, value.all_input_nodes):
+            is_inside = _is_light(source) and time[source] == time[node]
+            pending.append(source) if is_inside else sources.add(source)
+    return sources if len(sources) <= _MOST_READS else set()
+
+
+def _is_light(node: torch.fx.Node) -> bool:
+    """Whether Inductor generates the code of this, rather than calls ATen."""
+    return is_kernel(node) and not analysis.is_heavy(node) and not ops.is_call(node, ops.COPY_OUT, ops.PACK)
+
+
 def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Life]:
     """Lives where the code that Inductor generates takes a dead buffer for the next one of its dtype and size.
 
     A light kernel writes into a buffer that it is the last to read. Otherwise a dead buffer is kept for a later one, if
-    that does not raise the peak by Inductor's estimate. (torch 2.13, `AllocateLine.should_reuse_buffer`)
+    that does not raise the peak by Inductor's estimate. Heavy operators allocate what they return, as those of oneDNN
+    do. (torch 2.13, `AllocateLine.should_reuse_buffer`)
     """
     found = dict(lives)
     held = _total(lives.values(), 1 + max((life.end for life in lives.values()), default=0))
     peak = max(held, default=0)
     dead: dict[tuple[torch.dtype, int], list[torch.fx.Node]] = {}
-    by_end = sorted(filter(_is_allocated, lives), key=lambda tensor: lives[tensor].end)
+    by_end = sorted(filter(_is_kept, lives), key=lambda tensor: lives[tensor].end)
     ended = 0
-    for tensor in sorted(filter(_is_allocated, lives), key=lambda tensor: lives[tensor].begin):
+    for tensor in sorted(filter(_is_light, lives), key=lambda tensor: lives[tensor].begin):
         begin = lives[tensor].begin
         while ended < len(by_end) and lives[by_end[ended]].end <= begin:
             dead.setdefault(_kind(by_end[ended]), []).append(by_end[ended])
             ended += 1
-        if ops.is_call(tensor, ops.COPY_OUT, ops.PACK):
-            continue  # ATen allocates what it copies to
-        candidates = [
-            other
-            for other in dead.get(_kind(tensor), ())
-            if other is not tensor and (lives[other].end < begin or not analysis.is_heavy(tensor))
-        ]
+        candidates = [other for other in dead.get(_kind(tensor), ()) if other is not tensor]
         if not candidates:
             continue
         other = candidates[-1]
@@ -190,8 +233,8 @@ def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Li
     return found
 
 
-def _is_allocated(tensor: torch.fx.Node) -> bool:
-    """Whether generated code allocates this tensor, rather than take what an operator returns."""
+def _is_kept(tensor: torch.fx.Node) -> bool:
+    """Whether generated code may keep this tensor for a later one, once it is dead."""
     return is_kernel(tensor) and (not analysis.is_heavy(tensor) or "mm" in str(tensor.target))
 
 

@@ -112,7 +112,7 @@ def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
         else:
             groups.append([node])
         can_join = is_light and not ops.is_call(node, ops.PACK)
-    return [_kernel(group) for group in groups]
+    return [_kernel(group, compiler) for group in groups]
 
 
 def _is_fused_with(previous: torch.fx.Node, node: torch.fx.Node, compiler: Compiler) -> bool:
@@ -212,16 +212,23 @@ def full_bytes(collective: torch.fx.Node) -> int:
     return parts * num_bytes(collective.meta["val"])
 
 
-def _kernel(nodes: Sequence[torch.fx.Node]) -> Kernel:
+def _kernel(nodes: Sequence[torch.fx.Node], compiler: Compiler) -> Kernel:
     inside = set(nodes)
     read: dict[torch.fx.Node, int] = {}
     for node in nodes:
         for source in node.all_input_nodes:
             if base(source) not in inside:
                 read[source] = largest(read.get(source, 0), _read_of(node, source))
-    written = tuple(node for node in nodes if any(user not in inside for user in _readers(node)))
+    computed = [node for node in nodes if compiler != "inductor" or not _is_constant(node)]
+    written = tuple(node for node in computed if any(user not in inside for user in _readers(node)))
     total = sum(read.values()) + sum(num_bytes(_value(node)) for node in written)
     return Kernel(tuple(nodes), written, sum(map(flops_of, nodes)), _dtype(nodes), total)
+
+
+def _is_constant(node: torch.fx.Node) -> bool:
+    """Whether this is computed from nothing and only read in kernels that compilers fuse, each of which can do so."""
+    is_fused = all(is_kernel(reader) and not analysis.is_heavy(reader) for reader in _readers(node))
+    return is_fused and not node.all_input_nodes and not analysis.is_random(node)
 
 
 def _dtype(nodes: Sequence[torch.fx.Node]) -> torch.dtype:

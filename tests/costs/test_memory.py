@@ -12,6 +12,7 @@ from fsdp_compile import rewrite
 from fsdp_compile.costs import HARDWARE, Link
 from fsdp_compile.costs.memory import CATEGORIES, memory_of
 from fsdp_compile.costs.work import Work
+from fsdp_compile.passes import analysis
 from tests.passes.tiny import Chain, Checkpointed, rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -96,6 +97,31 @@ def test_kernels_do_not_write_what_is_read_inside_them_only():
     fused, single = (memory_of(Work.of(graphs, compiler=compiler)).peak for compiler in ("inductor", "aot_eager"))
     assert fused.total < single.total
     assert list(fused.held) == list(CATEGORIES)
+
+
+class Relu(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def test_a_cheap_value_is_computed_again_from_its_source_which_is_held_for_that(monkeypatch):
+    """Inductor writes the ReLU for matmuls, which read it as a matrix; its gradient reads what the ReLU is made of."""
+    graphs = rewrite(Checkpointed(layer=Relu()), torch.randn(5, 3, 8), world_size=2, auto_wrap_policy=nn.Linear)
+    backward = graphs.backward.graph
+    (relu,) = [node for node in backward.nodes if node.name == "relu"]
+    (where,) = [node for node in backward.nodes if node.target is torch.ops.aten.where.self]
+    weight_gradient = max(user for view in analysis.aliases(relu) for user in view.users if analysis.is_heavy(user))
+    assert relu < weight_gradient < where
+    work = Work.of(graphs, compiler="inductor")
+    temporaries = held(memory_of(work).moments, "backward", weight_gradient.name)["temporaries"]
+    monkeypatch.setattr("fsdp_compile.costs.memory._with_expressions", lambda lives, _: lives)
+    assert (
+        temporaries == held(memory_of(work).moments, "backward", weight_gradient.name)["temporaries"] + 5 * 3 * 32 * 4
+    )
 
 
 @pytest.mark.parametrize("strategy", memory.STRATEGIES)
