@@ -19,8 +19,11 @@ import torch.fx
 
 from ..passes import analysis, ops
 from ..passes.insert_free import full_buffers
+from ..runtime.inductor import onednn_workspace
 from .nodes import base, extents, full_bytes, is_item, is_kernel, num_bytes, results
 from .work import Work, WorkOfGraph
+
+_aten = torch.ops.aten
 
 CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "reductions", "activations", "temporaries", "inputs")
 """Shards, states of the optimizer, gradients of shards; full parameters, gradients that are being reduced; what the
@@ -87,6 +90,7 @@ def memory_of(work: Work, *, optimizer_bytes: int = 0, reduction_workspace: floa
         ]
         lives = [*carried, *_lives(work.backward, saved=(), is_reused=is_reused).values()]
         lives += _workspaces(backward, reduction_workspace)
+        lives += _copies_of_matmuls(backward) if is_reused else []
         moments += _moments("backward", backward, lives, resident)
     return Memory(moments)
 
@@ -154,44 +158,40 @@ def _lives_of_messages(gather: torch.fx.Node, time: Mapping[torch.fx.Node, int])
 def _with_expressions(
     lives: Mapping[torch.fx.Node, _Life], time: Mapping[torch.fx.Node, int]
 ) -> dict[torch.fx.Node, _Life]:
-    """Lives where Inductor writes a cheap value for heavy operators only, which read it through a view.
+    """Lives where Inductor writes a cheap value of one tensor only for heavy operators that read a view of it.
 
-    To light kernels it stays an expression that each computes anew, and what goes into it lives until the last of them
-    has read that. (torch 2.13, `ExternKernel.realize_input`, `StorageBox.should_realize_on_reuse`)
+    To light kernels that do not read the same view it stays an expression, which each computes anew, and the tensor
+    lives until the last of them has read it. (torch 2.13, `StorageBox.realize_hint`, `ExternKernel.realize_input`)
     """
     found = dict(lives)
     for node in lives:
-        readers = analysis.uses(node) - set(analysis.aliases(node))
-        heavy = {reader for reader in readers if analysis.is_heavy(reader)}
-        light = readers - heavy
-        is_viewed = heavy and heavy.isdisjoint(node.users) and all(map(_is_light, light))
-        if is_viewed and (sources := _sources_of_expression(node, time)):
-            found[node] = dataclasses.replace(found[node], end=max(time[reader] for reader in heavy))
-            for source in sources & found.keys():
-                end = max([found[source].end, *(time[reader] for reader in light)])
-                found[source] = dataclasses.replace(found[source], end=end)
+        aliases = analysis.aliases(node)
+        written = [alias for alias in aliases if any(map(analysis.is_heavy, alias.users))]
+        if not written or node in written:
+            continue
+        of_written = set[torch.fx.Node]().union(*map(analysis.uses, written))
+        others = analysis.uses(node).difference(of_written, aliases)
+        source = _source_of_expression(node, time)
+        if source in found and others and all(map(_is_light, others)):
+            found[node] = dataclasses.replace(found[node], end=max(time[reader] for reader in of_written))
+            end = max([found[source].end, *(time[reader] for reader in others)])
+            found[source] = dataclasses.replace(found[source], end=end)
     return found
 
 
-_MOST_READS = 4  # `realize_reads_threshold` of Inductor's config
-_NEVER_REPEATED = ("exp", "sigmoid")
-
-
-def _sources_of_expression(node: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> set[torch.fx.Node]:
-    """What a value is computed from inside of its kernel, if that is cheap enough to be done again; else nothing."""
-    sources: set[torch.fx.Node] = set()
-    pending = [node]
-    while pending:
-        value = pending.pop()
-        operator = value.target
+def _source_of_expression(node: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> torch.fx.Node | None:
+    """What a value is computed from inside of its kernel, if that is one tensor and cheap to be done again."""
+    while True:
+        operator = node.target
         if not isinstance(operator, torch._ops.OpOverload) or torch.Tag.pointwise not in operator.tags:
-            return set()
-        if operator._schema.name.removeprefix("aten::") in _NEVER_REPEATED:
-            return set()
-        for source in map(base, value.all_input_nodes):
-            is_inside = _is_light(source) and time[source] == time[node]
-            pending.append(source) if is_inside else sources.add(source)
-    return sources if len(sources) <= _MOST_READS else set()
+            return None
+        sources = {base(source) for source in node.all_input_nodes}
+        if len(sources) != 1 or operator in (_aten.exp.default, _aten.sigmoid.default):
+            return None
+        (source,) = sources
+        if not _is_light(source) or time[source] != time[node]:
+            return source
+        node = source
 
 
 def _is_light(node: torch.fx.Node) -> bool:
@@ -258,6 +258,16 @@ def _workspaces(graph: torch.fx.Graph, reduction_workspace: float) -> list[_Life
         _Life(time[node], _end(node, time), int(reduction_workspace * full_bytes(node)), "reductions")
         for node in graph.nodes
         if ops.is_call(node, ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED)
+    ]
+
+
+def _copies_of_matmuls(graph: torch.fx.Graph) -> list[_Life]:
+    """The lives of what matmuls of generated code copy first."""
+    time = analysis.positions(graph)
+    return [
+        _Life(time[node], time[node], onednn_workspace(*(operand.meta["val"] for operand in node.args)), "temporaries")
+        for node in graph.nodes
+        if ops.is_call(node, _aten.mm.default)
     ]
 
 

@@ -79,10 +79,10 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def _concrete(value: Any) -> Any:
-    """The value without symbols; a tensor becomes one on the meta device."""
+    """The value without symbols."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_concrete, value))
     if isinstance(value, torch.Tensor) and _is_symbolic(value):
         sizes, strides = ([_concrete(size) for size in sizes] for sizes in (value.shape, value.stride()))
-        return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+        return value.new_empty_strided(sizes, strides)
     return hint(value) if isinstance(value, SYMBOLIC) else value

@@ -117,6 +117,12 @@ def onednn_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return product
 
 
+def onednn_workspace(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Bytes of the copy that oneDNN makes of a matrix `a` that is not contiguous, where it is called for `a @ b`."""
+    is_called = onednn_is_faster() and a.device.type == "cpu" and a.dtype == torch.float32
+    return a.nbytes if is_called and not a.is_contiguous() and 2 * a.numel() * b.shape[1] >= _SMALL else 0
+
+
 @contextlib.contextmanager
 def fast_matmuls() -> Iterator[None]:
     """Inside, Inductor generates calls of oneDNN for the matmuls that it is faster for."""
