@@ -226,9 +226,10 @@ def _kernel(nodes: Sequence[torch.fx.Node], compiler: Compiler) -> Kernel:
 
 
 def _is_constant(node: torch.fx.Node) -> bool:
-    """Whether this is computed from nothing and only read in kernels that compilers fuse, each of which can do so."""
+    """Whether this is computed from no tensor and only read in kernels that compilers fuse, each of which can do so."""
     is_fused = all(is_kernel(reader) and not analysis.is_heavy(reader) for reader in _readers(node))
-    return is_fused and not node.all_input_nodes and not analysis.is_random(node)
+    is_of_tensors = any(extents(_value(source)) for source in node.all_input_nodes)
+    return is_fused and not is_of_tensors and not analysis.is_random(node)
 
 
 def _dtype(nodes: Sequence[torch.fx.Node]) -> torch.dtype:
