@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from . import saving
 from .costs import Explanation, Hardware, explain
@@ -24,6 +25,7 @@ from .report import Comparison, Schedule, measured_schedule, page
 from .runtime.clipping import clip_gradients
 from .runtime.compilations import Compilations
 from .runtime.modules import not_captured
+from .runtime.views import without_offset
 from .sharding import Sharding, note_sharding, sharding_of
 
 
@@ -129,6 +131,13 @@ class ShardedModule:
         if sharding.compile is not None:
             sharding.compile(copied)  # type: ignore[arg-type]
         return copied
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        for name, value in state.items():
+            if isinstance(value, DTensor) and not value.requires_grad:
+                state[name] = without_offset(value)
+        return state
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
         """What load_state_dict calls for every module, the root before those below it; full tensors are sharded."""

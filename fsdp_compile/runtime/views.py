@@ -45,6 +45,20 @@ def sharded_tensor(
     return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
+def without_offset(tensor: DTensor) -> DTensor:
+    """The same DTensor around the same memory, which can be saved and copied wherever in a shard that begins.
+
+    torch.save and copy.deepcopy ask a DTensor for its address, which one that reports an offset into its storage has not
+    (torch 2.13: "invalid python storage"); and it reports what its local tensor had when it was made.
+    """
+    local = local_tensor(tensor)
+    if local.storage_offset() == 0:
+        return tensor
+    alias = DTensor(local.as_strided(local.size(), local.stride(), 0), tensor._spec, requires_grad=False)
+    alias._local_tensor = local
+    return alias
+
+
 def local_views(flat: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> list[torch.Tensor]:
     """The rows of each parameter that belong to this rank, as views into a tensor laid out as the shard."""
     size, rank = layout.shards.size, shard_rank(layout, mesh)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import io
 import weakref
 
 import pytest
@@ -44,6 +45,28 @@ def test_state_dict_has_the_original_names_and_dtensors(world_size):
     for name, value in model.items():
         assert isinstance(value, DTensor), name
         assert torch.equal(value.full_tensor(), expected[name]), name
+
+
+@pytest.mark.parametrize("name", ["gpt", "odd_parameters"])
+@both_front_ends
+@on_ranks(2)
+def test_a_state_dict_is_saved_by_torch_and_copied(world_size, front_end, name):
+    """Wherever in its shard a parameter begins; what is in the dictionary is the memory of the model all the same."""
+    trained, model = front_end(build(name)), front_end(build(name, seed=1))
+    train(trained, adamw(trained.parameters()), STEPS)
+    state = trained.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    copied = copy.deepcopy(state)
+    train(trained, adamw(trained.parameters()), STEPS)
+    for key, parameter in trained.named_parameters():
+        assert torch.equal(state[key].full_tensor(), parameter.detach().full_tensor()), key
+
+    for saved in (torch.load(file), copied):
+        model.load_state_dict(saved)
+        train(model, adamw(model.parameters()), STEPS)
+        assert_same_parameters(model, trained)
 
 
 @on_ranks(2)
