@@ -9,7 +9,8 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,11 @@ def _add_plan(commands: Any) -> None:
         "and predict what a step takes of a rank. Options with a + take several values.",
         epilog="example: fsdp-compile plan examples/llama.py:llama3_8b --gpus 8 64 --seq 8192 --html plan.html",
     )
-    plan.add_argument("model", metavar="FILE:FUNCTION", help="a function without arguments that returns the model")
+    plan.add_argument(
+        "model",
+        metavar="FILE:FUNCTION",
+        help="a function without arguments that returns the model; FILE is run as by import, not as __main__",
+    )
     plan.add_argument(
         "--inputs",
         default="inputs",
@@ -93,7 +98,10 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--lowering", default="grouped", choices=["grouped", "packed"], help="(default: grouped)")
     plan.add_argument("--optimizer", default="adam", choices=list(OPTIMIZERS), help="(default: adam)")
     plan.add_argument(
-        "--hardware", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}, or a profile of `calibrate`"
+        "--hardware",
+        default="h100",
+        metavar="NAME",
+        help=f"{', '.join(HARDWARE)}, or a profile of `calibrate` (default: h100)",
     )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.add_argument("--html", metavar="FILE", help="write the schedules as a page for a browser, too")
@@ -169,8 +177,7 @@ def _plan(options: argparse.Namespace) -> None:
     hardware = find_hardware(options.hardware)
     rows, schedules = [], []
     for gpus, batch, strategy in itertools.product(options.gpus, options.batch, options.strategy):
-        with torch.device("meta"):
-            model, inputs = make_model(), make_inputs(batch, options.seq)
+        model, inputs = _made(make_model, make_inputs, batch, options)
         rewriting = partial(rewrite, model, *inputs, collective_lowering=options.lowering)
         if is_auto(strategy):
             goal = Goal(hardware, None, "inductor")
@@ -195,20 +202,57 @@ def _plan(options: argparse.Namespace) -> None:
         console.print(_table(rows, hardware))
 
 
+def _made(
+    make_model: Callable[[], Any], make_inputs: Callable[[int, int], Any], batch: int, options: argparse.Namespace
+) -> tuple[torch.nn.Module, Sequence[Any]]:
+    """The model and its arguments on the meta device, where it has been called with them once."""
+    with torch.device("meta"):
+        with _naming(f"{options.model}()"):
+            model = make_model()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"{options.model}() returns a model, not {type(model).__name__}")
+        call = f"{options.inputs}({batch}, {options.seq})"
+        with _naming(call):
+            inputs = make_inputs(batch, options.seq)
+        if not isinstance(inputs, (tuple, list)):
+            raise ConfigError(f"{call} returns the arguments of the model as a tuple, not {type(inputs).__name__}")
+        with _naming(f"the model, called with what {call} returned,"), torch.no_grad():
+            model(*inputs)
+    return model, inputs
+
+
 def _load(target: str, inputs: str) -> tuple[Callable[[], Any], Callable[[int, int], Any]]:
     path, _, name = target.rpartition(":")
-    if not path or not Path(path).is_file():
+    if not path:
+        raise ConfigError(f"{target!r} is no FILE:FUNCTION: say which function of the file returns the model")
+    if not Path(path).is_file():
         raise ConfigError(f"{target!r} is no FILE:FUNCTION: there is no file {path!r}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).parent))
-    spec.loader.exec_module(module)
+    with _naming(f"{path}, which is run for its functions,"):
+        spec.loader.exec_module(module)
     for wanted in (name, inputs):
         if not callable(getattr(module, wanted, None)):
             raise ConfigError(f"{path} has no function {wanted!r}")
     return getattr(module, name), getattr(module, inputs)
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Inside, whatever code of the user raises is an error that says which code that was."""
+    try:
+        yield
+    except (ConfigError, CaptureError):
+        raise
+    except Exception as e:
+        raise ConfigError(f"{what} raised {type(e).__name__}: {_first_line(e)} (--debug shows where)") from e
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 def _world_size(gpus: int, strategy: str, hardware: Hardware) -> int | tuple[int, int]:

@@ -34,6 +34,18 @@ def small():
 
 def inputs(batch, seq):
     return (torch.zeros(batch, seq, 64),)
+
+def of_width(width):
+    return nn.Linear(width, width)
+
+def inputs_only():
+    return inputs(1, 1)
+
+def single(batch, seq):
+    return torch.zeros(batch, seq, 64)
+
+def narrow(batch, seq):
+    return (torch.zeros(batch, seq, 63),)
 """
 
 
@@ -91,6 +103,12 @@ def test_what_does_not_fit_is_marked(model, capsys, tmp_path):
     "arguments, message",
     [
         (["nowhere.py:small"], "there is no file 'nowhere.py'"),
+        (["{path}"], "say which function of the file returns the model"),
+        (["{path}:of_width"], r"of_width\(\) raised TypeError: .*missing 1 required positional argument: 'width'"),
+        (["{path}:inputs_only"], r"inputs_only\(\) returns a model, not tuple"),
+        (["{path}:small", "--inputs", "of_width"], r"of_width\(1, 2048\) raised TypeError"),
+        (["{path}:small", "--inputs", "single"], r"single\(1, 2048\) returns .* as a tuple, not Tensor"),
+        (["{path}:small", "--inputs", "narrow"], r"called with what narrow\(1, 2048\) returned, raised RuntimeError"),
         (["{path}:large"], "has no function 'large'"),
         (["{path}:small", "--inputs", "rows"], "has no function 'rows'"),
         (["{path}:small", "--hardware", "k80"], "'k80' is neither a file nor one of"),
@@ -102,6 +120,15 @@ def test_errors_are_one_line(model, arguments, message):
     path = model.rpartition(":")[0]
     with pytest.raises(SystemExit, match=message):
         main(["plan", *[argument.replace("{path}", path) for argument in arguments]])
+
+
+def test_a_file_that_fails_when_it_is_run_is_named(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\n\nsteps = int('plan')\n")
+    with pytest.raises(
+        SystemExit, match=r"script.py, which is run for its functions, raised ValueError: invalid literal"
+    ):
+        main(["plan", f"{script}:model"])
 
 
 def test_two_ranks_measure_this_machine_and_a_plan_uses_it(model, tmp_path):

@@ -19,7 +19,7 @@ import torch.fx
 
 from ..passes import analysis, ops
 from ..passes.insert_free import full_buffers
-from ..runtime.inductor import onednn_workspace
+from ..runtime.inductor import is_onednn_called, onednn_workspace
 from .nodes import base, extents, full_bytes, is_item, is_kernel, num_bytes, results
 from .work import Work, WorkOfGraph
 
@@ -161,7 +161,8 @@ def _with_expressions(
     """Lives where Inductor writes a cheap value of one tensor only for heavy operators that read a view of it.
 
     To light kernels that do not read the same view it stays an expression, which each computes anew, and the tensor
-    lives until the last of them has read it. (torch 2.13, `StorageBox.realize_hint`, `ExternKernel.realize_input`)
+    lives until the last of them has read it; but for those that need nothing which comes later, and are fused with the
+    one that writes. (torch 2.13, `StorageBox.realize_hint`, `ExternKernel.realize_input`)
     """
     found = dict(lives)
     for node in lives:
@@ -170,13 +171,24 @@ def _with_expressions(
         if not written or node in written:
             continue
         of_written = set[torch.fx.Node]().union(*map(analysis.uses, written))
-        others = analysis.uses(node).difference(of_written, aliases)
+        readers = analysis.uses(node).difference(of_written, aliases)
+        others = [reader for reader in readers if _needs_later(reader, time[node], time)]
         source = _source_of_expression(node, time)
         if source in found and others and all(map(_is_light, others)):
             found[node] = dataclasses.replace(found[node], end=max(time[reader] for reader in of_written))
             end = max([found[source].end, *(time[reader] for reader in others)])
             found[source] = dataclasses.replace(found[source], end=end)
     return found
+
+
+def _needs_later(reader: torch.fx.Node, moment: int, time: Mapping[torch.fx.Node, int]) -> bool:
+    """Whether `reader`, or what its kernel computes of that, needs what is computed after this moment elsewhere."""
+    inside = [reader]
+    for node in inside:
+        if any(moment < time[base(source)] < time[reader] for source in node.all_input_nodes):
+            return True
+        inside += [user for user in node.users if time[user] == time[reader] and user not in inside]
+    return False
 
 
 def _source_of_expression(node: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> torch.fx.Node | None:
@@ -212,12 +224,16 @@ def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Li
     dead: dict[tuple[torch.dtype, int], list[torch.fx.Node]] = {}
     by_end = sorted(filter(_is_kept, lives), key=lambda tensor: lives[tensor].end)
     ended = 0
-    for tensor in sorted(filter(_is_light, lives), key=lambda tensor: lives[tensor].begin):
+    for tensor in sorted(filter(_is_taking, lives), key=lambda tensor: lives[tensor].begin):
         begin = lives[tensor].begin
         while ended < len(by_end) and lives[by_end[ended]].end <= begin:
             dead.setdefault(_kind(by_end[ended]), []).append(by_end[ended])
             ended += 1
-        candidates = [other for other in dead.get(_kind(tensor), ()) if other is not tensor]
+        candidates = [
+            other
+            for other in dead.get(_kind(tensor), ())
+            if other is not tensor and (lives[other].end < begin or _is_light(tensor))
+        ]
         if not candidates:
             continue
         other = candidates[-1]
@@ -236,6 +252,13 @@ def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Li
 def _is_kept(tensor: torch.fx.Node) -> bool:
     """Whether generated code may keep this tensor for a later one, once it is dead."""
     return is_kernel(tensor) and (not analysis.is_heavy(tensor) or "mm" in str(tensor.target))
+
+
+def _is_taking(tensor: torch.fx.Node) -> bool:
+    """Whether generated code allocates this tensor, or takes a dead one for it; operators of ATen allocate theirs."""
+    if ops.is_call(tensor, _aten.mm.default, _aten.addmm.default):
+        return not is_onednn_called(*_operands(tensor))
+    return _is_light(tensor) or "mm" in str(tensor.target)
 
 
 def _kind(tensor: torch.fx.Node) -> tuple[torch.dtype, int]:
@@ -265,10 +288,15 @@ def _copies_of_matmuls(graph: torch.fx.Graph) -> list[_Life]:
     """The lives of what matmuls of generated code copy first."""
     time = analysis.positions(graph)
     return [
-        _Life(time[node], time[node], onednn_workspace(*(operand.meta["val"] for operand in node.args)), "temporaries")
+        _Life(time[node], time[node], onednn_workspace(*_operands(node)), "temporaries")
         for node in graph.nodes
         if ops.is_call(node, _aten.mm.default)
     ]
+
+
+def _operands(matmul: torch.fx.Node) -> list[torch.Tensor]:
+    """The two matrices."""
+    return [operand.meta["val"] for operand in matmul.args[-2:] if isinstance(operand, torch.fx.Node)]
 
 
 def _end(reader: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> int:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .formulas import Formula
 
 
+_NEGLIGIBLE = 1e-3  # of a step
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """What an optimizer keeps and moves for every byte of a shard.
@@ -94,6 +97,11 @@ class Prediction:
         return sum(self.timeline.exposed.values())
 
     @property
+    def slowed(self) -> float:
+        """Seconds that compute takes longer because something is sent meanwhile (`Hardware.contention`)."""
+        return self.timeline.seconds - self.timeline.compute - self.exposed
+
+    @property
     def utilisation(self) -> float:
         """Model FLOPs utilisation: `model_flops` in a step's time, as a fraction of the dense peak."""
         return self.model_flops / self.seconds / self.peak_flops if self.seconds else 0.0
@@ -113,9 +121,11 @@ class Prediction:
     def __str__(self) -> str:
         held = self.memory.peak.held
         above = f"{self.seconds / self.lower_bound - 1:.1%} above it" if self.lower_bound else "empty"
+        is_slowed = self.slowed > _NEGLIGIBLE * self.seconds
+        slowed = f" (beside communication {time_text(self.slowed)} more)" if is_slowed else ""
         rows = {
-            "step": f"{time_text(self.seconds)} on {self.hardware.name}: compute {time_text(self.timeline.compute)}, "
-            f"exposed communication {time_text(self.exposed)}, optimizer {time_text(self.optimizer_seconds)}",
+            "step": f"{time_text(self.seconds)} on {self.hardware.name}: compute {time_text(self.timeline.compute)}"
+            f"{slowed}, exposed communication {time_text(self.exposed)}, optimizer {time_text(self.optimizer_seconds)}",
             "lower bound": f"{time_text(self.lower_bound)}, set by {self.binds}; the schedule is {above}",
             "memory": f"{bytes_text(self.memory.peak.total)} at the peak, in the {self.memory.peak.side}: "
             + ", ".join(f"{name} {bytes_text(held[name])}" for name in CATEGORIES if held[name]),

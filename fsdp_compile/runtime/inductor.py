@@ -117,10 +117,15 @@ def onednn_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return product
 
 
+def is_onednn_called(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether generated code calls oneDNN for `a @ b`."""
+    is_large = 2 * a.numel() * b.shape[1] >= _SMALL
+    return onednn_is_faster() and a.device.type == "cpu" and a.dtype == torch.float32 and is_large
+
+
 def onednn_workspace(a: torch.Tensor, b: torch.Tensor) -> int:
     """Bytes of the copy that oneDNN makes of a matrix `a` that is not contiguous, where it is called for `a @ b`."""
-    is_called = onednn_is_faster() and a.device.type == "cpu" and a.dtype == torch.float32
-    return a.nbytes if is_called and not a.is_contiguous() and 2 * a.numel() * b.shape[1] >= _SMALL else 0
+    return a.nbytes if is_onednn_called(a, b) and not a.is_contiguous() else 0
 
 
 @contextlib.contextmanager

@@ -48,8 +48,8 @@ def sharded_tensor(
 def without_offset(tensor: DTensor) -> DTensor:
     """The same DTensor around the same memory, which can be saved and copied wherever in a shard that begins.
 
-    torch.save and copy.deepcopy ask a DTensor for its address, which one that reports an offset into its storage has not
-    (torch 2.13: "invalid python storage"); and it reports what its local tensor had when it was made.
+    torch.save and copy.deepcopy ask a DTensor for its address, and fail if it reports an offset into its storage (torch
+    2.13: "invalid python storage"); it reports the one that its local tensor had when it was made.
     """
     local = local_tensor(tensor)
     if local.storage_offset() == 0:
