@@ -267,23 +267,12 @@ class _Step(NamedTuple):
                 done = launches[index] + collective
                 there = done + reduced[index]
                 arrival = there if there > now else now
-                yield _Candidate(arrival + compute, done, arrival, state, self)
+                yield arrival + compute, done, arrival, state, self
 
 
-class _Candidate(NamedTuple):
-    """A state and what may follow.
-
-    Attributes:
-        now: seconds, of the state that the step leads to.
-        done: the time on the channel at which the collective is done.
-        arrival: seconds at which compute has waited for it.
-    """
-
-    now: float
-    done: float
-    arrival: float
-    before: _State
-    step: _Step
+_Candidate = tuple[float, float, float, _State, _Step]
+"""A state and what may follow: seconds of the state that the step leads to; the time on the channel at which the
+collective is done; seconds at which compute has waited for it; the state before; the step."""
 
 
 class _Search:
@@ -447,15 +436,15 @@ class _Search:
         """
         frontier: list[_Candidate] = []
         for candidate in sorted(candidates, key=itemgetter(0, 1)):  # now, done
-            if not frontier or candidate.done < frontier[-1].done:
+            if not frontier or candidate[1] < frontier[-1][1]:
                 frontier.append(candidate)
         most = self.breadth.states
         if len(frontier) <= most:
             return frontier
         compute = self.clock[-1] - self.clock[self.position[boundary]]
         channel = self._bytes(boundary, self.length) / self.channel.bandwidth + self.reduced[-1]
-        bounds = [max(candidate.now + compute, candidate.done + channel) for candidate in frontier]
-        costs = [[i * c.now + (most - 1 - i) * c.done for c in frontier] for i in range(most)]
+        bounds = [max(now + compute, done + channel) for now, done, *_ in frontier]
+        costs = [[i * now + (most - 1 - i) * done for now, done, *_ in frontier] for i in range(most)]
         best = {cost.index(min(cost)) for cost in costs}
         rest = sorted(set(range(len(frontier))) - best, key=bounds.__getitem__)
         return [frontier[index] for index in [*sorted(best), *rest[: most - len(best)]]]
