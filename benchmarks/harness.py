@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ class Team:
 
     def stop(self) -> None:
         for process in self.processes:
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # a process that is gone leaves behind what it was to read
+                process.stdin.close()
         for process in self.processes:
             try:
                 process.wait(30)

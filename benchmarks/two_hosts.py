@@ -3,11 +3,11 @@
     sudo python benchmarks/two_hosts.py                           # needs Linux, root, and the commands ip and tc
     sudo python benchmarks/two_hosts.py --rates 2 --models gpt --subjects fsdp2 simple-overlap fsdp_compile
 
-Each subject is a process on each of two network namespaces (hosts.py), with a core each; the processes stay alive, and
-the subjects take turns. A single device computes on both cores at once too, and sends nothing. All train on the same
-batch, so that all losses must be equal. Times are of the slower rank: forward and backward (fb), the whole step with
-AdamW (step); cpu is the time of all threads of a rank. Rounds begin with a step that is not counted; the others
-follow each other as in a training, without barriers.
+Each subject is a process on each of two network namespaces (hosts.py), with a core each; the processes stay alive (some
+1.3 GB each for the GPT), and the subjects take turns. A single device computes on both cores at once too, and sends
+nothing. All train on the same batch, so that all losses must be equal. Times are of the slower rank: forward and
+backward (fb), the whole step with AdamW (step); cpu is the time of all threads of a rank. Rounds begin with a step that
+is not counted; the others follow each other as in a training, without barriers.
 
 The bound is the larger of the compiled single device's forward and backward, and the bytes that full sharding needs
 (two gathers and a reduction of all parameters) at the link's rate. The host's bound adds to the compute the processor

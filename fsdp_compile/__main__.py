@@ -247,11 +247,11 @@ def _naming(what: str) -> Iterator[None]:
         yield
     except (ConfigError, CaptureError):
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise ConfigError(f"{what} raised {type(e).__name__}: {_first_line(e)} (--debug shows where)") from e
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 

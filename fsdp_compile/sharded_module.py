@@ -133,6 +133,7 @@ class ShardedModule:
         return copied
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """DTensors around the memory of the parameters, which torch.save and copy.deepcopy take, and buffers."""
         state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         for name, value in state.items():
             if isinstance(value, DTensor) and not value.requires_grad:

@@ -122,12 +122,14 @@ def test_errors_are_one_line(model, arguments, message):
         main(["plan", *[argument.replace("{path}", path) for argument in arguments]])
 
 
-def test_a_file_that_fails_when_it_is_run_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "line, message",
+    [("steps = int('plan')", "ValueError: invalid literal"), ("raise SystemExit('usage: train')", "SystemExit: usage")],
+)
+def test_a_file_that_fails_when_it_is_run_is_named(tmp_path, line, message):
     script = tmp_path / "script.py"
-    script.write_text("import sys\n\nsteps = int('plan')\n")
-    with pytest.raises(
-        SystemExit, match=r"script.py, which is run for its functions, raised ValueError: invalid literal"
-    ):
+    script.write_text(line)
+    with pytest.raises(SystemExit, match=f"script.py, which is run for its functions, raised {message}"):
         main(["plan", f"{script}:model"])
 
 

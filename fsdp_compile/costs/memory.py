@@ -215,8 +215,7 @@ def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Li
     """Lives where the code that Inductor generates takes a dead buffer for the next one of its dtype and size.
 
     A light kernel writes into a buffer that it is the last to read. Otherwise a dead buffer is kept for a later one, if
-    that does not raise the peak by Inductor's estimate. Heavy operators allocate what they return, as those of oneDNN
-    do. (torch 2.13, `AllocateLine.should_reuse_buffer`)
+    that does not raise the peak by Inductor's estimate. (torch 2.13, `AllocateLine.should_reuse_buffer`)
     """
     found = dict(lives)
     held = _total(lives.values(), 1 + max((life.end for life in lives.values()), default=0))
