@@ -26,7 +26,7 @@ from .costs.calibrate import calibrate
 from .costs.hardware import HARDWARE, Hardware, find_hardware
 from .costs.predict import OPTIMIZERS, Prediction, predict
 from .doctor import examine
-from .errors import CaptureError, ConfigError
+from .errors import CaptureError, ConfigError, one_line
 from .report import Schedule, page, trace
 from .scheduling import Goal
 from .strategies import best_strategy, candidates, is_auto
@@ -248,11 +248,7 @@ def _naming(what: str) -> Iterator[None]:
     except (ConfigError, CaptureError):
         raise
     except (Exception, SystemExit) as e:
-        raise ConfigError(f"{what} raised {type(e).__name__}: {_first_line(e)} (--debug shows where)") from e
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise ConfigError(f"{what} raised {one_line(e)} (--debug shows where)") from e
 
 
 def _world_size(gpus: int, strategy: str, hardware: Hardware) -> int | tuple[int, int]:

@@ -15,6 +15,11 @@ __all__ = [
 ]
 
 
+def one_line(error: BaseException) -> str:
+    """Its type, and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+
+
 class ConfigError(ValueError):
     """The user asked for something impossible or unsupported. Nothing was changed."""
 

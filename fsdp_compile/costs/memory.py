@@ -4,8 +4,8 @@ A tensor lives from the node that computes it to the last node that reads it or 
 lives until that is waited for. Of values that a compiler computes inside a kernel only those are in memory that are
 read outside of it. What the forward saves lives on until the backward has read it.
 
-Not in the graphs, and therefore not counted: what kernels take and give back inside (workspaces), what an allocator
-rounds up or cannot use, what is made of the model's outputs outside of the model.
+Not in the graphs, and therefore not counted: what kernels take and give back inside (workspaces, but for the copies of
+oneDNN), what an allocator rounds up or cannot use, what is made of the model's outputs outside of the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.fx
 from ..passes import analysis, ops
 from ..passes.insert_free import full_buffers
 from ..runtime.inductor import is_onednn_called, onednn_workspace
-from .nodes import base, extents, full_bytes, is_item, is_kernel, num_bytes, results
+from .nodes import base, extents, full_bytes, is_item, is_kernel, is_light, num_bytes, results
 from .work import Work, WorkOfGraph
 
 _aten = torch.ops.aten
@@ -170,11 +170,13 @@ def _with_expressions(
         written = [alias for alias in aliases if any(map(analysis.is_heavy, alias.users))]
         if not written or node in written:
             continue
+        source = _source_of_expression(node, time)
+        if source not in found:
+            continue
         of_written = set[torch.fx.Node]().union(*map(analysis.uses, written))
         readers = analysis.uses(node).difference(of_written, aliases)
         others = [reader for reader in readers if _needs_later(reader, time[node], time)]
-        source = _source_of_expression(node, time)
-        if source in found and others and all(map(_is_light, others)):
+        if others and all(map(is_light, others)):
             found[node] = dataclasses.replace(found[node], end=max(time[reader] for reader in of_written))
             end = max([found[source].end, *(time[reader] for reader in others)])
             found[source] = dataclasses.replace(found[source], end=end)
@@ -201,14 +203,9 @@ def _source_of_expression(node: torch.fx.Node, time: Mapping[torch.fx.Node, int]
         if len(sources) != 1 or operator in (_aten.exp.default, _aten.sigmoid.default):
             return None
         (source,) = sources
-        if not _is_light(source) or time[source] != time[node]:
+        if not is_light(source) or time[source] != time[node]:
             return source
         node = source
-
-
-def _is_light(node: torch.fx.Node) -> bool:
-    """Whether Inductor generates the code of this, rather than calls ATen."""
-    return is_kernel(node) and not analysis.is_heavy(node) and not ops.is_call(node, ops.COPY_OUT, ops.PACK)
 
 
 def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Life]:
@@ -231,7 +228,7 @@ def _with_reuse(lives: Mapping[torch.fx.Node, _Life]) -> dict[torch.fx.Node, _Li
         candidates = [
             other
             for other in dead.get(_kind(tensor), ())
-            if other is not tensor and (lives[other].end < begin or _is_light(tensor))
+            if other is not tensor and (lives[other].end < begin or is_light(tensor))
         ]
         if not candidates:
             continue
@@ -257,7 +254,7 @@ def _is_taking(tensor: torch.fx.Node) -> bool:
     """Whether generated code allocates this tensor, or takes a dead one for it; operators of ATen allocate theirs."""
     if ops.is_call(tensor, _aten.mm.default, _aten.addmm.default):
         return not is_onednn_called(*_operands(tensor))
-    return _is_light(tensor) or "mm" in str(tensor.target)
+    return is_light(tensor) or "mm" in str(tensor.target)
 
 
 def _kind(tensor: torch.fx.Node) -> tuple[torch.dtype, int]:

@@ -106,12 +106,11 @@ def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
             can_join = False
         if not is_kernel(node):
             continue
-        is_light = not analysis.is_heavy(node) and not ops.is_call(node, ops.COPY_OUT)  # a copy is ATen's
-        if is_light and can_join and _is_fused_with(groups[-1][-1], node, compiler):
+        if is_light(node) and can_join and _is_fused_with(groups[-1][-1], node, compiler):
             groups[-1].append(node)
         else:
             groups.append([node])
-        can_join = is_light and not ops.is_call(node, ops.PACK)
+        can_join = is_light(node)
     return [_kernel(group, compiler) for group in groups]
 
 
@@ -134,6 +133,11 @@ def is_kernel(node: torch.fx.Node) -> bool:
     if ops.is_collective(node) or ops.is_call(node, ops.WAIT, ops.FREE, ops.STORE, ops.MOVE, ops.RESHARD):
         return False
     return bool(extents(_value(node))) and not analysis.is_alias(node)
+
+
+def is_light(node: torch.fx.Node) -> bool:
+    """Whether compilers fuse this with its neighbours; copies out of and into buffers are ATen's."""
+    return is_kernel(node) and not analysis.is_heavy(node) and not ops.is_call(node, ops.COPY_OUT, ops.PACK)
 
 
 def flops_of(node: torch.fx.Node) -> float:
@@ -227,9 +231,8 @@ def _kernel(nodes: Sequence[torch.fx.Node], compiler: Compiler) -> Kernel:
 
 def _is_constant(node: torch.fx.Node) -> bool:
     """Whether this is computed from no tensor and only read in kernels that compilers fuse, each of which can do so."""
-    is_fused = all(is_kernel(reader) and not analysis.is_heavy(reader) for reader in _readers(node))
     is_of_tensors = any(extents(_value(source)) for source in node.all_input_nodes)
-    return is_fused and not is_of_tensors and not analysis.is_random(node)
+    return not is_of_tensors and not analysis.is_random(node) and all(map(is_light, _readers(node)))
 
 
 def _dtype(nodes: Sequence[torch.fx.Node]) -> torch.dtype:

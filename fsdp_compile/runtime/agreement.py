@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import RankError
+from ..errors import RankError, one_line
 from . import gloo
 
 _TICK = 1.0
@@ -168,8 +168,7 @@ class Agreement:
         """
         if self.failure is None and not self._has_told:
             self._has_told = True
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._store.set(_key("raised", self.rank), json.dumps([self.num_run, text]))
+            self._store.set(_key("raised", self.rank), json.dumps([self.num_run, one_line(error)]))
             self._store.set("raised", "")
 
     def look(self) -> None:
