@@ -494,6 +494,13 @@ SECTIONS: dict[str, list[Case]] = {
             "test_examples.py::test_a_script_for_fsdp2_has_the_same_losses_with_both_imports",
         ),
         case(
+            "a list of modules as one unit",
+            no("another interface"),
+            YES + " (documented)",
+            "distributed/test_compat.py::test_a_list_of_modules_is_one_unit",
+            "distributed/test_compat.py::test_parts_of_modules_in_a_list_keep_their_units",
+        ),
+        case(
             "`FullyShardedDataParallel`, today's signature and that of torch 1.11",
             YES + " (today's)",
             no("another interface"),

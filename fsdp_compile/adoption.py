@@ -6,7 +6,7 @@ So models can be sharded from the bottom up, one module after another, and run a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,11 +25,19 @@ def sharded_parts(model: nn.Module) -> dict[str, nn.Module]:
     """The modules below `model` that are sharded, by name.
 
     Raises:
-        ConfigError: the model itself is sharded.
+        ConfigError: the model itself is sharded, or a part of it together with a module that is not in the model.
     """
     if is_sharded(model):
         raise ConfigError("the model is sharded already")
-    return {name: module for name, module in model.named_modules() if is_sharded(module)}
+    parts = {name: module for name, module in model.named_modules() if is_sharded(module)}
+    held = set(parts.values())
+    for name, part in parts.items():
+        if missing := [other for other in sharding_of(part).together if other not in held]:
+            raise ConfigError(
+                f"{name} was sharded together with a {type(missing[0]).__name__} that is not in the model: shard a "
+                "module that holds both"
+            )
+    return parts
 
 
 def adopted_parameters(model: nn.Module, parts: Mapping[str, nn.Module]) -> set[nn.Parameter]:
@@ -60,8 +68,11 @@ def _ranks(mesh: DeviceMesh | None) -> object:
 
 def adopt(model: nn.Module, parts: Mapping[str, nn.Module], sharding: Sharding) -> None:
     """Make the shards of `parts` a part of `sharding`, the model's own; tie what was tied before they were sharded."""
+    names_of_inner: dict[Sharding, list[str]] = {}  # several for modules that were sharded together
     for name, part in parts.items():
-        _take_over(name, part, sharding)
+        names_of_inner.setdefault(sharding_of(part), []).append(name)
+    for inner, names in names_of_inner.items():
+        _take_over(inner, {name: parts[name] for name in names}, sharding)
     read_of_parameter = {
         parameter: read
         for shard in sharding.shards
@@ -75,41 +86,55 @@ def adopt(model: nn.Module, parts: Mapping[str, nn.Module], sharding: Sharding) 
     install_reads(model, read_of_parameter, sharding.running)
 
 
-def _take_over(name: str, part: nn.Module, sharding: Sharding) -> None:
-    inner = sharding_of(part)
-    _merge_schedules(name, inner, sharding)
+def _take_over(inner: Sharding, parts: Mapping[str, nn.Module], sharding: Sharding) -> None:
+    """Make the shards of `inner`, which is that of all these parts, a part of `sharding`."""
+    new_name = _renaming(inner, parts)
+    _merge_schedules(inner, sharding, new_name)
     for shard in inner.shards:
-        _rename(shard, name)
+        _rename(shard, new_name)
         shard.sharding = sharding
     sharding.shards += inner.shards
     sharding.checks_gradients |= inner.checks_gradients
-    for module in part.modules():
-        if vars(module).get("_fsdp_running") is inner.running:
-            vars(module)["_fsdp_running"] = sharding.running
-    del vars(part)["_fsdp_sharding"]
-    stop_being_root(part)
-    vars(part).pop("_compiled_call_impl", None)
+    for part in parts.values():
+        for module in part.modules():
+            if vars(module).get("_fsdp_running") is inner.running:
+                vars(module)["_fsdp_running"] = sharding.running
+        del vars(part)["_fsdp_sharding"]
+        stop_being_root(part)
+        vars(part).pop("_compiled_call_impl", None)
 
 
-def _merge_schedules(name: str, inner: Sharding, sharding: Sharding) -> None:
+def _merge_schedules(inner: Sharding, sharding: Sharding, new_name: Callable[[str], str]) -> None:
     """Let the units of `inner`, under their new names, keep what was decided for their resharding."""
     num_shards = num_shards_of(sharding.mesh)
     own = sharding.schedule.reshard_of_unit(sharding.units, num_shards)
     adopted = inner.schedule.reshard_of_unit(inner.units, num_shards)
-    reshard = own | {_renamed(unit, name): value for unit, value in adopted.items()}
+    reshard = own | {new_name(unit): value for unit, value in adopted.items()}
     sharding.schedule = dataclasses.replace(sharding.schedule, reshard_after_forward=reshard or None)
-    sharding.units += [_renamed(unit, name) for unit in inner.units]
+    sharding.units += [new_name(unit) for unit in inner.units]
     sharding.parts |= inner.parts
 
 
-def _rename(shard: FlatShard, prefix: str) -> None:
+def _rename(shard: FlatShard, new_name: Callable[[str], str]) -> None:
     layout: Layout = shard.layout
-    slots = tuple(dataclasses.replace(slot, parameter=f"{prefix}.{slot.parameter}") for slot in layout.slots)
+    slots = tuple(dataclasses.replace(slot, parameter=new_name(slot.parameter)) for slot in layout.slots)
     unit, separator, kind = layout.bucket.partition("/")
-    shard.layout = dataclasses.replace(layout, slots=slots, bucket=f"{_renamed(unit, prefix)}{separator}{kind}")
-    for read, slot in zip(shard.reads, slots, strict=True):
-        read.arguments = shard.layout.unshard_arguments(slot)
+    shard.change_layout(dataclasses.replace(layout, slots=slots, bucket=f"{new_name(unit)}{separator}{kind}"))
 
 
-def _renamed(unit: str, prefix: str) -> str:
-    return prefix if unit == "root" else f"{prefix}.{unit}"
+def _renaming(inner: Sharding, parts: Mapping[str, nn.Module]) -> Callable[[str], str]:
+    """From the names of units and parameters in `inner` to those in the model that holds these parts."""
+    if not inner.together:
+        [prefix] = parts
+        return lambda name: prefix if name == "root" else f"{prefix}.{name}"
+    name_of_part = {part: name for name, part in parts.items()}
+    prefixes = [name_of_part[module] for module in inner.together]
+
+    def new_name(name: str) -> str:
+        """Names begin with the place in the list, as those of a ModuleList do; units of lists are sums of names."""
+        if name == "root":
+            return "+".join(prefixes)
+        places = [piece.partition(".") for piece in name.split("+")]
+        return "+".join(f"{prefixes[int(place)]}{dot}{rest}" for place, dot, rest in places)
+
+    return new_name

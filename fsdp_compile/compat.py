@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,17 +39,20 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from .api import fsdp_compile
+from .api import fsdp_compile, shard
 from .errors import ConfigError
 from .full_parameters import SummonOptions, summon
-from .sharded_module import register_fsdp_forward_method
+from .sharded_module import become_sharded_together, register_fsdp_forward_method
 from .sharding import Sharding, is_sharded, sharding_of
 
-__all__ = ["FullyShardedDataParallel", "fully_shard", "register_fsdp_forward_method"]
+__all__ = ["FSDPModule", "FullyShardedDataParallel", "fully_shard", "register_fsdp_forward_method"]
+
+
+_Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
-    module: nn.Module,
+    module: _Modules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -58,38 +61,65 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     backend: str = "inductor",
-) -> nn.Module:
+) -> _Modules:
     """torch.distributed.fsdp.fully_shard: the parameters of `module` that were not sharded before become one unit.
 
     Apply it to blocks first and to the whole model last, as there; the whole then runs as one compiled program.
     `reshard_after_forward=None` leaves the unit that the forward uses last gathered for the backward, whichever it is.
 
+    Args:
+        module: or a list of modules, whose parameters become one unit of the model that holds them. Until that is
+            sharded, they run in eager.
+
     Raises:
-        ConfigError: as `fsdp_compile`; and for lists of modules and `shard_placement_fn`, which are not supported.
+        ConfigError: as `fsdp_compile`; for an empty list, or one of a module that is sharded already; and for
+            `shard_placement_fn`, which is not supported.
     """
-    if not isinstance(module, nn.Module):
-        raise ConfigError("fully_shard takes one module at a time; name units that span modules by auto_wrap_policy")
     if shard_placement_fn is not None:
         raise ConfigError("shard_placement_fn is not supported: parameters are sharded on dim 0")
-    held = set(module.parameters())
-    return fsdp_compile(
-        module,
+    whole: nn.Module = module if isinstance(module, nn.Module) else nn.ModuleList(_outermost(module))
+    is_list = whole is not module
+    apply: Callable[..., nn.Module] = shard if is_list else partial(fsdp_compile, backend=backend)
+    members = [name for name, _ in whole.named_children()]
+    held = set(whole.parameters())
+    apply(
+        whole,
         mesh,
-        auto_wrap_policy=[module],
+        auto_wrap_policy=[whole],
         reshard_after_forward=reshard_after_forward,
-        mp_policy=mp_policy,
+        mp_policy=dict.fromkeys(["", *members], mp_policy) if mp_policy and is_list else mp_policy,
         offload_policy=offload_policy,
         ignored_params=[parameter for parameter in ignored_params or () if parameter in held],
         sync_module_states=False,
-        backend=backend,
     )
+    if is_list:
+        become_sharded_together(tuple(whole.children()), sharding_of(whole))
+    return module
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of the list that are in no other of them."""
+    if not isinstance(modules, Sequence) or not modules or not all(isinstance(item, nn.Module) for item in modules):
+        raise ConfigError(f"fully_shard takes a module or a list of modules, not {modules!r}")
+    for item in modules:
+        if is_sharded(item):
+            raise ConfigError(f"fully_shard: a {type(item).__name__} of the list is sharded already")
+    inner = {below for item in modules for below in item.modules() if below is not item}
+    return [item for item in dict.fromkeys(modules) if item not in inner]
 
 
 class _Sharded(type):
-    """isinstance(model, FullyShardedDataParallel) is whether the model is sharded."""
+    """isinstance(model, FSDPModule), or FullyShardedDataParallel, is whether the model is sharded."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, nn.Module) and is_sharded(instance)
+
+
+class FSDPModule(metaclass=_Sharded):
+    """torch.distributed.fsdp.FSDPModule, for isinstance: of modules sharded one by one, the outermost is one."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError("FSDPModule is for isinstance; fully_shard(module) shards a module")
 
 
 class FullyShardedDataParallel(metaclass=_Sharded):

@@ -189,13 +189,15 @@ class Reduction:
         """From the user's "mean", "sum", or number, which divides the sum."""
         if isinstance(gradient_reduction, str) and gradient_reduction in ("mean", "sum"):
             return cls("avg" if gradient_reduction == "mean" else "sum")
-        is_number = isinstance(gradient_reduction, (int, float)) and not isinstance(gradient_reduction, bool)
-        if is_number and 0 < gradient_reduction < math.inf:  # type: ignore[operator]
-            return cls("sum", float(gradient_reduction))  # type: ignore[arg-type]
-        raise ConfigError(
-            "gradient_reduction is 'mean', 'sum', or a positive number that divides the sum, "
-            f"not {gradient_reduction!r}"
-        )
+        return cls.divided_by(gradient_reduction, "gradient_reduction is 'mean', 'sum', or")
+
+    @classmethod
+    def divided_by(cls, factor: object, refusal: str = "factor is") -> Reduction:
+        """The sum, divided by a number; what is none is refused in words that begin with `refusal`."""
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if is_number and 0 < factor < math.inf:  # type: ignore[operator]
+            return cls("sum", float(factor))  # type: ignore[arg-type]
+        raise ConfigError(f"{refusal} a positive number that divides the sum, not {factor!r}")
 
 
 def check_strategy(strategy: object) -> ShardingStrategy:

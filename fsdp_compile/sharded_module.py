@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from . import saving
+from .config import Reduction
 from .costs import Explanation, Hardware, explain
 from .errors import ConfigError
 from .full_parameters import SummonOptions, shard_full_tensors, summon
@@ -39,6 +40,14 @@ def become_sharded(model: nn.Module) -> None:
     if is_reading(model):
         gained["forward"] = _within(type(model).forward, is_call=True)
     model.__class__ = generated_subclass(type(model), gained, ShardedModule)
+
+
+def become_sharded_together(modules: Sequence[nn.Module], sharding: Sharding) -> None:
+    """Give each of the modules whose parameters are sharded as one unit its new class; they share the sharding."""
+    sharding.together = tuple(modules)
+    for module in modules:
+        vars(module)["_fsdp_sharding"] = sharding
+        become_sharded(module)
 
 
 def stop_being_root(model: nn.Module) -> None:
@@ -109,6 +118,7 @@ class ShardedModule:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """This rank's part, for torch.save; torch.load makes the same model of it on the same rank."""
+        self._refuse_if_together("pickle")
         return load_sharded, saving.save(self, protocol)  # type: ignore[arg-type]
 
     def __copy__(self) -> NoReturn:
@@ -118,6 +128,7 @@ class ShardedModule:
         """Another model, sharded and compiled like this one, with shards of its own; process groups are shared."""
         sharding = sharding_of(self)  # type: ignore[arg-type]
         sharding.refuse_if_summoned("copy.deepcopy of the model")
+        self._refuse_if_together("copy")
         memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): [], id(sharding.compilations): Compilations()}
         memo[id(sharding.watched)] = set()
         copies = [shard.copy_into(memo) for shard in sharding.shards]
@@ -131,6 +142,10 @@ class ShardedModule:
         if sharding.compile is not None:
             sharding.compile(copied)  # type: ignore[arg-type]
         return copied
+
+    def _refuse_if_together(self, what: str) -> None:
+        if self._fsdp_sharding.together:
+            raise ConfigError(f"this module was sharded together with others: {what} the model that holds all of them")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """DTensors around the memory of the parameters, which torch.save and copy.deepcopy take, and buffers."""
@@ -234,6 +249,16 @@ class ShardedMethods(nn.Module):
         if not isinstance(requires_gradient_sync, bool):
             raise ConfigError(f"requires_gradient_sync is a bool, not {requires_gradient_sync!r}")
         sharding_of(self).keeps_gradients = not requires_gradient_sync
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """From the next forward on, gradients are sums over the ranks divided by `factor`, as by `gradient_reduction`.
+
+        The next call compiles anew, if the number is another.
+
+        Raises:
+            ConfigError: `factor` is no positive number; nothing has changed.
+        """
+        sharding_of(self).reduce_by(Reduction.divided_by(factor))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

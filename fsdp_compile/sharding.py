@@ -51,6 +51,7 @@ class Sharding:
     With a single rank `mesh` is None and there are no shards: the parameters are the model's own.
 
     Attributes:
+        together: the modules that were sharded as one unit, by a list; empty for a model.
         parts: for every number of ranks that a unit is resharded over after the forward, this rank's place among them.
         keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
         is_finishing: whether gradients will be reduced at the end of the running backward.
@@ -63,8 +64,8 @@ class Sharding:
         is_checking: whether they will be checked at the end of the running backward.
         num_backwards: how many backwards were checked.
         divisor: with a single rank, what gradients are divided by.
-        whole: with a single rank, unit and parameter by name, if gradients are divided or checked.
-        watched: ids of those of them that have hooks for that.
+        whole: with a single rank, unit and parameter by name.
+        watched: ids of those of them whose gradients are divided or checked, and the names of the hooks that do it.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
         optimizer_state: what `compat.FullyShardedDataParallel.optim_state_dict` gives.
     """
@@ -73,6 +74,7 @@ class Sharding:
     units: list[str]
     schedule: ScheduleConfig
     shards: list[FlatShard] = dataclasses.field(default_factory=list)
+    together: tuple[nn.Module, ...] = ()
     parts: dict[int, ops.Part] = dataclasses.field(default_factory=dict)
     running: Running = dataclasses.field(default_factory=Running)
     keeps_gradients: bool = False
@@ -88,7 +90,7 @@ class Sharding:
     num_backwards: int = 0
     divisor: float = 1.0
     whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
-    watched: set[int] = dataclasses.field(default_factory=set)
+    watched: set[tuple[int, str]] = dataclasses.field(default_factory=set)
     is_summoned: bool = False
     optimizer_state: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
 
@@ -130,6 +132,12 @@ class Sharding:
         """Raise RuntimeError inside summon_full_params, where `what` has no meaning."""
         if self.is_summoned:
             raise RuntimeError(f"{what} was called inside summon_full_params: leave its block first")
+
+    def reduce_by(self, reduction: Reduction) -> None:
+        """From the next forward on, gradients are reduced so."""
+        self.divisor = reduction.divisor
+        for shard in self.shards:
+            shard.change_layout(dataclasses.replace(shard.layout, reduction=reduction))
 
     def check(self) -> None:
         """Between steps: parameters that were moved are views of their shards again."""
@@ -273,8 +281,7 @@ def shard_parameters(model: nn.Module, plan: Plan) -> Sharding:
     if plan.mesh is None:
         _keep_whole(model, plan, sharding.running)
         sharding.divisor = plan.reduction.divisor
-        if plan.checks_gradients or sharding.divisor != 1:
-            sharding.whole = {name: (unit.name, value) for unit in plan.units for name, value in unit.parameters}
+        sharding.whole = {name: (unit.name, value) for unit in plan.units for name, value in unit.parameters}
     else:
         reshard = plan.schedule.reshard_of_unit(sharding.units, num_shards_of(plan.mesh)).values()
         for size in sorted({value for value in reshard if not isinstance(value, bool)}):

@@ -87,6 +87,12 @@ class FlatShard:
         self.data.fsdp_flat_shard = self  # type: ignore[attr-defined]  # how the backend knows its inputs
         hand_over_gradients(self)
 
+    def change_layout(self, layout: Layout) -> None:
+        """Another layout of the same places: forwards read by it from now on."""
+        self.layout = layout
+        for read, slot in zip(self.reads, layout.slots, strict=True):
+            read.arguments = layout.unshard_arguments(slot)
+
     def check_views(self) -> None:
         """Before a forward, see that every parameter is a view into the shard; take over values moved elsewhere.
 

@@ -177,14 +177,19 @@ def watch_whole(sharding: Any) -> None:
     def check(_: torch.Tensor) -> None:
         check_after_backward(sharding)
 
+    def is_new(parameter: nn.Parameter, hook: Any) -> bool:
+        known = len(sharding.watched)
+        sharding.watched.add((id(parameter), hook.__name__))
+        return len(sharding.watched) > known
+
     for _, parameter in sharding.whole.values():
-        if parameter.requires_grad and id(parameter) not in sharding.watched:
-            sharding.watched.add(id(parameter))
-            if sharding.divisor != 1:
-                handle = parameter.register_hook(divide)
-                parameter._backward_hooks.move_to_end(handle.id, last=False)
-            if sharding.checks_gradients:
-                parameter.register_post_accumulate_grad_hook(check)
+        if not parameter.requires_grad:
+            continue
+        if sharding.divisor != 1 and is_new(parameter, divide):
+            handle = parameter.register_hook(divide)
+            parameter._backward_hooks.move_to_end(handle.id, last=False)
+        if sharding.checks_gradients and is_new(parameter, check):
+            parameter.register_post_accumulate_grad_hook(check)
 
 
 def carry_hooks(original: nn.Parameter, sharded: nn.Parameter) -> None:

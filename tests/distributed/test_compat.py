@@ -1,6 +1,8 @@
 """torch's names: scripts written for FSDP1 and FSDP2 train to the same numbers after a change of the import."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy, wrap
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_compile import ConfigError, compat, fsdp_compile, rewrite
+from fsdp_compile import ConfigError, compat, fsdp_compile, rewrite, shard
 from fsdp_compile.compat import FullyShardedDataParallel as FSDP
 from fsdp_compile.passes import ops
 from tests.distributed.training import (
@@ -30,6 +32,7 @@ from tests.distributed.training import (
     assert_same_gradients,
     assert_same_parameters,
     batch_of_rank,
+    full,
     global_batch,
     mean_over_ranks,
     train,
@@ -40,6 +43,7 @@ from tests.ranks import on_ranks
 
 STEPS = range(4)
 fully_shard = functools.partial(compat.fully_shard, backend="aot_eager")
+compiled = functools.partial(fsdp_compile, backend="aot_eager")
 wrapped = functools.partial(FSDP, backend="aot_eager")
 
 
@@ -99,6 +103,108 @@ def test_an_optimizer_built_between_and_a_part_used_by_itself(world_size):
     losses = train(model, optimizer, STEPS)
     assert_close(mean_over_ranks(losses), train(expected, expected_optimizer, STEPS, batch=global_batch))
     assert_same_parameters(model, expected)
+
+
+@on_ranks(2)
+def test_a_list_of_modules_is_one_unit(world_size):
+    """As in scripts that shard the last norm and the head together; the head is tied to the embedding here."""
+    expected, expected_losses = train_unsharded("gpt", STEPS)
+    model = build("gpt")
+    for block in model.blocks:
+        fully_shard(block)
+    last = [model.norm, model.head]
+    assert fully_shard(last) is last
+    x = torch.randn(2, 32)
+    assert_close(model.head(model.norm(x)), expected_head(x))
+    fully_shard(model)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
+    losses = train(model, adamw(model.parameters()), STEPS)
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model, expected)
+    [graphs] = model.graphs
+    assert units_gathered(graphs.forward.graph) == ["norm+head", "root", "blocks.0", "blocks.1"]
+    assert copy.deepcopy(model).state_dict().keys() == expected.state_dict().keys()
+
+
+def expected_head(x):
+    model = build("gpt")
+    return model.head(model.norm(x))
+
+
+@on_ranks(2)
+def test_parts_of_modules_in_a_list_keep_their_units(world_size):
+    model = build("gpt")
+    fully_shard(model.blocks[0].up, reshard_after_forward=False)
+    fully_shard([model.blocks, model.blocks[1], model.norm])
+    fully_shard([model.tokens, model.positions])
+    fully_shard(model)
+    expected, _ = train_unsharded("gpt", STEPS)
+    train(model, adamw(model.parameters()), STEPS)
+    assert_same_parameters(model, expected)
+    [graphs] = model.graphs
+    assert units_gathered(graphs.forward.graph) == ["tokens+positions", "blocks+norm", "blocks.0.up"]
+    assert "blocks.0.up" not in units_gathered(graphs.backward.graph)
+
+
+@on_ranks(2)
+def test_modules_in_a_list_cast_what_they_are_called_with(world_size):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    found = []
+    for together in (False, True):
+        model = build("odd_mlp")
+        parts = [model.layers[0], model.layers[2]] if together else []
+        if together:
+            fully_shard(parts, mp_policy=policy)
+            y = parts[1](parts[0](torch.ones(2, parts[0].in_features)))
+            assert y.dtype == torch.bfloat16
+        fully_shard(model, mp_policy=policy)
+        found.append(train(model, adamw(model.parameters()), STEPS))
+    assert_close(*found)
+
+
+@on_ranks(2)
+def test_lists_that_are_refused(world_size):
+    model = build("gpt")
+    with pytest.raises(ConfigError, match="a module or a list of modules"):
+        fully_shard([])
+    with pytest.raises(ConfigError, match="a module or a list of modules"):
+        fully_shard([model.norm, "head"])
+    fully_shard([model.norm, model.blocks[0]])
+    with pytest.raises(ConfigError, match="LayerNorm of the list is sharded already"):
+        fully_shard([model.blocks[1], model.norm])
+    with pytest.raises(ConfigError, match="0 was sharded together with a LayerNorm that is not in the model"):
+        fully_shard(model.blocks)
+    with pytest.raises(ConfigError, match="together with others: copy the model that holds all"):
+        copy.deepcopy(model.norm)
+    with pytest.raises(ConfigError, match="together with others: pickle the model that holds all"):
+        pickle.dumps(model.norm)
+    fully_shard(model)
+    assert_same_parameters(model, build("gpt"))
+
+
+@on_ranks(1, 2)
+def test_gradients_are_divided_by_a_factor_from_the_next_forward_on(world_size):
+    """As scripts do it that sum gradients: for every FSDPModule of the model."""
+    expected = build("odd_mlp")
+    expected(*global_batch(expected, 0)).backward()
+    for front_end in (compiled, shard):
+        model = front_end(build("odd_mlp"))
+        for factor in (world_size, 1.0, 8):
+            for module in model.modules():
+                if isinstance(module, compat.FSDPModule):
+                    module.set_gradient_divide_factor(factor)
+            for reduces in (False, True):
+                model.set_requires_gradient_sync(reduces)
+                model(*batch_of_rank(model, 0)).backward()
+            for name, parameter in model.named_parameters():
+                gradient = dict(expected.named_parameters())[name].grad
+                assert_close(full(parameter.grad), gradient * 2 * world_size / factor)
+            model.zero_grad()
+        for refused in ("mean", 0, True):
+            with pytest.raises(ConfigError, match="factor is a positive number that divides the sum"):
+                model.set_gradient_divide_factor(refused)
+    with pytest.raises(ConfigError, match="FSDPModule is for isinstance"):
+        compat.FSDPModule(model)
 
 
 class Tied(nn.Module):
