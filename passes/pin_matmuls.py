@@ -8,7 +8,8 @@
 
 Inductor replaces `add(mm(a, b), x)` by an `addmm` where the addition stands. That is welcome if the matmul stands just
 before it; elsewhere the matmul would no longer hide the communication that the schedule puts beside it, and would keep
-its operands alive. Its pattern does not see through the views. A graph without collectives has no schedule to keep.
+its operands alive: with frees that poison, it would read what is NaN by then. Its pattern does not see through the
+views. A graph without collectives has no schedule to keep.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ class PinMatmuls:
 
 
 def moving_additions(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The additions to a matmul that stands before some other matmul or communication."""
+    """The additions to a matmul that stands before some other matmul, communication, or a free that poisons."""
     position = analysis.positions(graph)
-    if not any(_is_communication(node) for node in graph.nodes):
+    if not any(_is_scheduled(node) for node in graph.nodes):
         return []
     moving = []
-    anchor = -1  # the last heavy operator or communication so far
+    anchor = -1  # the last of these so far
     for node in graph.nodes:
         if _is_addition(node):
             matmuls = [term for term in node.all_input_nodes if ops.is_call(term, _aten.mm.default)]
             moving += [node] if any(position[matmul] < anchor for matmul in matmuls) else []
-        if _is_communication(node) or analysis.is_heavy(node):
+        if _is_scheduled(node) or analysis.is_heavy(node):
             anchor = position[node]
     return moving
 
@@ -63,5 +64,7 @@ def _is_addition(node: torch.fx.Node) -> bool:
     return one.dim() == other.dim() and all(map(statically_known_true, map(operator.eq, one.shape, other.shape)))
 
 
-def _is_communication(node: torch.fx.Node) -> bool:
+def _is_scheduled(node: torch.fx.Node) -> bool:
+    if ops.is_call(node, ops.POISON):
+        return True
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"

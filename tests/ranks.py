@@ -253,6 +253,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log: Path) -
     timeout = datetime.timedelta(seconds=TIME_LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     _compile_in_turns(log.with_name("compiling"))
+    gc.freeze()  # what was imported stays; looking through it before every test takes longer than many tests
     pipe.send_bytes(pickle.dumps(None))
     while True:
         try:

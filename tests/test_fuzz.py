@@ -17,7 +17,7 @@ from fsdp_compile.costs import HARDWARE, predict
 from tests.random_models import RandomModel, schedules, trees
 from tests.simulation import Simulation
 
-NUM_EXAMPLES = 2000 if settings.get_current_profile_name() == "thorough" else 60
+NUM_EXAMPLES = 2000 if settings.get_current_profile_name() == "thorough" else 400
 
 
 def options():

@@ -342,8 +342,6 @@ def test_unsupported_arguments_raise_and_change_nothing(world_size, options, wor
         wrapped(model, unknown_option=1)
     with pytest.raises(ConfigError, match="shard_placement_fn"):
         fully_shard(model, shard_placement_fn=lambda parameter: None)
-    with pytest.raises(ConfigError, match="one module at a time"):
-        fully_shard([model])
     with pytest.raises(ConfigError, match="recurse=False"):
         FSDP.summon_full_params(model, recurse=False)
     with pytest.raises(ConfigError, match="takes the model that was sharded, and a OddMlp was given"):

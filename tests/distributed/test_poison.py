@@ -4,6 +4,7 @@ import pytest
 
 from fsdp_compile import ConfigError, fsdp_compile
 from fsdp_compile.passes import ops
+from tests.distributed.test_fuzz import compare
 from tests.distributed.training import (
     adamw,
     assert_close,
@@ -42,6 +43,14 @@ def test_nothing_reads_what_was_freed(world_size, backend, name, lowering):
         (graphs.backward.module, graphs.lowered.backward),
     ):
         assert count(lowered, ops.POISON) >= count(scheduled, ops.FREE) > 0
+
+
+@on_ranks(2)
+def test_inductor_moves_no_matmul_past_the_free_of_what_it_reads(world_size):
+    """It would, down to the addition of a residual."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_COMPILE_POISON", "1")
+        compare(("residual", ("linear", False)), False, {"backend": "inductor"})
 
 
 @on_ranks(1)
