@@ -280,7 +280,8 @@ def _reshard(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     gathered: Any
     gathered, _, parts, index = node.args
     numel = gathered.meta["val"].numel() // parts
-    return lowering._copy(lowering.section(gathered, 0, index * numel, (index + 1) * numel, node))  # type: ignore[operator]
+    copied = lowering._copy(lowering.section(gathered, 0, index * numel, (index + 1) * numel, node))  # type: ignore[operator]
+    return lowering.call(ops.STORE, copied, like=node)  # Inductor takes a copy for the view that it copies
 
 
 def _cast(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:

@@ -63,6 +63,9 @@ def _order(earlier: Any, later: Any) -> None:
 
 @register_lowering(ops.STORE, type_promotion_kind=None)
 def _store(value: Any) -> Any:
+    """In memory of its own: a view, which Inductor makes of copies too, would keep all of its buffer alive."""
+    if isinstance(value.data, ir.BaseView):
+        value = lowerings[_aten.clone.default](value)
     value.realize()
     return value
 

@@ -53,6 +53,18 @@ def test_inductor_moves_no_matmul_past_the_free_of_what_it_reads(world_size):
         compare(("residual", ("linear", False)), False, {"backend": "inductor"})
 
 
+@on_ranks(4)
+def test_what_is_kept_for_a_smaller_group_is_no_view_of_what_was_freed(world_size):
+    """Inductor takes a copy for what it copies, which would keep all of the gathered buffer, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_COMPILE_POISON", "1")
+        model = fsdp_compile(build("odd_mlp"), reshard_after_forward=2)
+    losses = train(model, adamw(model.parameters()), STEPS)
+    expected, expected_losses = train_unsharded("odd_mlp", STEPS)
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(model, expected)
+
+
 @on_ranks(1)
 def test_the_setting_is_0_or_1(world_size):
     with pytest.MonkeyPatch.context() as patch:
