@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Capture:
         def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             if kwargs.get("is_inference"):
                 self._rewrite_inference(graph)
-            with fast_matmuls(), whole_copies():
+            with uncollected(), fast_matmuls(), whole_copies():
                 compiled = (
                     compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph, inputs)
                 )
@@ -109,7 +110,7 @@ class Capture:
         if not self.generates_code:
             patches["fallback_random"] = True  # the random numbers of eager
         # A hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`.
-        with torch._functorch.config.patch(enable_autograd_cache=False), capturing():
+        with uncollected(), torch._functorch.config.patch(enable_autograd_cache=False), capturing():
             compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
 
         def run(*arguments: Any) -> Any:
@@ -141,6 +142,19 @@ class Capture:
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
         return run
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python's garbage collector does not look again and again through what is there before."""
+    if gc.get_freeze_count():  # the user's, or our own
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 _VIEWS = {"__getitem__", "detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "t"}

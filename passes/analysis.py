@@ -56,6 +56,8 @@ def first_use(node: torch.fx.Node, position: Mapping[torch.fx.Node, int]) -> tor
 
 
 _HEAVY = {
+    "_unsafe_index_put",
+    "_unsafe_masked_index_put_accumulate",
     "addmm",
     "baddbmm",
     "bmm",
@@ -63,12 +65,13 @@ _HEAVY = {
     "convolution_backward",
     "embedding",
     "embedding_dense_backward",
+    "index_put",
     "mm",
 }
 
 
 def is_heavy(node: torch.fx.Node) -> bool:
-    """Whether this is a kernel of its own (a matmul, attention, an embedding), unlike what compilers fuse: the rest."""
+    """Whether this is a kernel of its own (a matmul, attention, an embedding, a scatter): compilers fuse the rest."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -90,9 +93,21 @@ def kernel_begin(node: torch.fx.Node) -> torch.fx.Node:
     return begin
 
 
+def kernel_end(node: torch.fx.Node) -> torch.fx.Node:
+    """Where the kernel ends that a compiler will form around `node`: with the last light node before a heavy one."""
+    source = node
+    while is_alias(source):
+        source = source.all_input_nodes[0]
+    end = following = node
+    while not is_heavy(source) and not _ends_kernel(following.next):
+        following = following.next
+        end = end if is_alias(following) else following
+    return end
+
+
 def _ends_kernel(node: torch.fx.Node) -> bool:
     is_sent = ops.is_call(node, ops.PACK, ops.WAIT) or ops.is_collective(node)
-    return node.op in ("placeholder", "root") or is_heavy(node) or is_sent
+    return node.op in ("placeholder", "output", "root") or is_heavy(node) or is_sent
 
 
 def inputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:

@@ -6,6 +6,9 @@
     Keeps    data flow
     Cost     O(nodes); one reduction per bucket and mesh axis
 
+A reduction does not cut a kernel in two: it begins behind what a compiler will compute together with the last gradient
+(a norm's backward computes the gradients of its scale and of its input from the same values).
+
 In the grouped form each gradient is reduced by itself, in one call, and nothing is packed. A bucket that is not sharded
 (`world_size` 1) is reduced by an all-reduce over its replicas; with both axes, the reduce-scatter comes first.
 
@@ -30,7 +33,7 @@ class InsertReduceScatter:
     grouped: bool = False
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
-        for node, ready in reductions(gm.graph).items():
+        for node, ready in reversed(reductions(gm.graph).items()):  # those with the same place stay in order
             with gm.graph.inserting_before(ready.next):
                 if ops.is_call(node, ops.PACK):
                     result = ops.call(gm.graph, ops.PACK, *node.args, like=node)
@@ -74,12 +77,17 @@ def _restore(graph: torch.fx.Graph, node: torch.fx.Node, reduced: torch.fx.Node)
 
 
 def reductions(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
-    """Every reduce_gradient or pack, with the node that computes the last of its gradients, in the order of that."""
+    """Every reduce_gradient or pack, with the last node of the kernel that computes the last of its gradients.
+
+    They are in the order in which the last gradients are computed.
+    """
     position = analysis.positions(graph)
     nodes = [node for node in graph.nodes if ops.is_call(node, ops.REDUCE_GRADIENT, ops.PACK)]
-    ready = {node: max(node.all_input_nodes, key=position.__getitem__) for node in nodes}
+    last = {node: max(node.all_input_nodes, key=position.__getitem__) for node in nodes}
     last_input = max(analysis.inputs(graph), key=position.__getitem__)
-    for node, last in ready.items():
-        if last.op == "placeholder":  # inputs stay together at the top of the graph
-            ready[node] = last_input
-    return {node: ready[node] for node in sorted(nodes, key=lambda node: position[ready[node]])}
+
+    def ready(node: torch.fx.Node) -> torch.fx.Node:
+        """Inputs stay together at the top of the graph."""
+        return last_input if last[node].op == "placeholder" else analysis.kernel_end(last[node])
+
+    return {node: ready(node) for node in sorted(nodes, key=lambda node: position[last[node]])}

@@ -1,7 +1,7 @@
 """Lower the dialect to torch's functional collectives and ATen, which Inductor compiles and eager runs.
 
     Before   g = wait(all_gather(shard)); w = copy_out(g); mm(x, t(w)); free(w)
-    After    g = wait_tensor(all_gather_into_tensor(shard)); w = view(clone(slice(view(g)))); mm(x, t(w))
+    After    g = wait_tensor(all_gather_into_tensor(shard)); w = view(slice_copy(view(g))); mm(x, t(w))
     Needs    gathers and reductions in their final places
     Keeps    data flow, order
     Cost     O(nodes)
@@ -61,11 +61,17 @@ class LowerCollectives:
 
 @dataclasses.dataclass
 class _Lowering:
-    """The graph, and what the grouped calls have brought so far: by their node, the results by offset."""
+    """The graph, and what was lowered so far.
+
+    Attributes:
+        pieces: what the grouped calls have brought: by their node, the results by offset.
+        by_rank: the buffers from which parameters are copied, as [world_size, n].
+    """
 
     graph: torch.fx.Graph
     poison: bool
     pieces: dict[torch.fx.Node, dict[int, torch.fx.Node]] = dataclasses.field(default_factory=dict)
+    by_rank: dict[torch.fx.Node, torch.fx.Node] = dataclasses.field(default_factory=dict)
     erased: list[torch.fx.Node] = dataclasses.field(default_factory=list)
 
     def call(self, target: Any, *args: Any, like: torch.fx.Node) -> torch.fx.Node:
@@ -110,9 +116,11 @@ class _Lowering:
         gradients, accumulated, offsets, world_size, dtype = (ops.argument(node, name) for name in names)
         chunks = {}
         for gradient, offset in zip(gradients, offsets, strict=True):
-            padded = self.padded_rows(gradient, world_size, node)
-            taken = padded.meta["val"].numel() // world_size
-            chunk = self.call(_aten.view.default, padded, [world_size, taken], like=node)
+            value = gradient.meta["val"]
+            taken = ops.shard_numel(value.shape, world_size)
+            is_whole = taken * world_size == value.numel()
+            rows = self.contiguous(gradient) if is_whole else self.padded_rows(gradient, world_size, node)
+            chunk = self.call(_aten.view.default, rows, [world_size, taken], like=node)
             if accumulated is not None:
                 kept = self.kept(node, offset, offset + taken)
                 chunk = self.call(_aten.add.Tensor, self.cast(chunk, kept.meta["val"].dtype, node), kept, like=node)
@@ -227,11 +235,11 @@ def _wait(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node | None:
 def _copy_out(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     gathered: Any
     gathered, _, offset, shape, world_size = node.args
-    numel = gathered.meta["val"].numel() // world_size
+    if gathered not in lowering.by_rank:
+        numel = gathered.meta["val"].numel() // world_size
+        lowering.by_rank[gathered] = lowering.call(_aten.view.default, gathered, [world_size, numel], like=node)
     end = offset + ops.shard_numel(shape, world_size)  # type: ignore[arg-type,operator]
-    by_rank = lowering.call(_aten.view.default, gathered, [world_size, numel], like=node)
-    chunks = lowering._copy(lowering.section(by_rank, 1, offset, end, node))  # type: ignore[arg-type]
-    ops.copy_whole(chunks)
+    chunks = lowering.call(_aten.slice_copy.Tensor, lowering.by_rank[gathered], 1, offset, end, like=node)
     return _in_shape(lowering, chunks, node)
 
 

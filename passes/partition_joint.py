@@ -12,6 +12,9 @@ the gathers in view it would save gathered parameters, since they look expensive
 regains its own `unshard`. Values that the partitioner saved although they follow from parameters alone (a transposed
 weight looks free to it, a weight cast to bf16 looks cheap) are computed again in the backward, for the same reason.
 
+What the forward computes for the backward alone, which the partitioner leaves at its end, is computed as soon as its
+inputs are known: there the compiler does it in the kernel that computes those.
+
 Random values are drawn once. Under an activation memory budget the partitioner would have the backward draw them again,
 and get others (pytorch/pytorch#190758); the forward saves them instead. Within a checkpointed region the partitioner
 itself saves the state of the generator.
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +80,7 @@ class Halves:
             joint, [], num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
         )
         _draw_once(forward.graph, backward.graph, num_fwd_outputs)
+        _save_early(forward.graph, num_fwd_outputs)
         return cls(forward, backward, num_fwd_outputs, unshards)
 
     def copy(self) -> Halves:
@@ -143,6 +148,23 @@ def _draw_once(forward: torch.fx.Graph, backward: torch.fx.Graph, num_fwd_output
             backward.erase_node(dead)
     backward.eliminate_dead_code()
     _save_instead(forward, num_fwd_outputs, [], saved)
+
+
+def _save_early(forward: torch.fx.Graph, num_fwd_outputs: int) -> None:
+    """Move what is computed for the backward alone to where it can be computed first; from inputs, it can wait."""
+    needed: set[Any] = set(analysis.outputs(forward)[:num_fwd_outputs])
+    key: dict[torch.fx.Node, tuple[int, ...]] = {}
+    for node in reversed(forward.nodes):
+        is_pure_call = node.op == "call_function" and not node.is_impure() and not analysis.is_random(node)
+        if node.op != "output" and (node in needed or not is_pure_call):
+            needed.update((node, *node.all_input_nodes))
+    for index, node in enumerate(forward.nodes):
+        source = max(node.all_input_nodes, key=key.__getitem__, default=node)
+        is_result = node.target is operator.getitem and source in needed
+        is_first = source is node or source.op == "placeholder"
+        stays = node.op == "output" or node in needed or is_result or is_first
+        key[node] = (index,) if stays else (*key[source], index)
+    analysis.reorder(forward, key)
 
 
 def _results(node: torch.fx.Node) -> list[torch.fx.Node]:

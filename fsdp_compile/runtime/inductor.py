@@ -37,15 +37,21 @@ class Fences(_SchedulerPass):  # type: ignore[misc]  # one of two
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         fence: Any = None
-        between: list[Any] = []
+        since: set[str] = set()  # buffers written since the fence, its own included
+        ends: dict[str, Any] = {}  # those of them that nothing since reads, and what writes them
         for node in nodes:
+            read = {dependency.name for dependency in node.unmet_dependencies}
+            written = node.get_buffer_names()
+            for name in read:
+                ends.pop(name, None)
             if is_collective(node.node) or is_wait(node.node):
-                for earlier in between:
+                for earlier in dict.fromkeys(ends.values()):
                     _order(earlier, node)
-                fence, between = node, []
-            elif fence is not None:
+                fence, since, ends = node, set(), {}
+            elif fence is not None and not read & since:
                 _order(fence, node)
-            between.append(node)
+            since.update(written)
+            ends.update(dict.fromkeys(written, node))
         if fence is not None:
             nodes[0].scheduler.compute_ancestors()
         return nodes
@@ -63,8 +69,11 @@ def _order(earlier: Any, later: Any) -> None:
 
 @register_lowering(ops.STORE, type_promotion_kind=None)
 def _store(value: Any) -> Any:
-    """In memory of its own: a view, which Inductor makes of copies too, would keep all of its buffer alive."""
-    if isinstance(value.data, ir.BaseView):
+    """In memory of its own: a part of a buffer, which Inductor makes of copies too, would keep all of it alive."""
+    is_part = isinstance(value.data, ir.BaseView) and not V.graph.sizevars.statically_known_equals(
+        value.get_numel(), value.data.unwrap_view().get_numel()
+    )
+    if is_part:
         value = lowerings[_aten.clone.default](value)
     value.realize()
     return value
@@ -81,18 +90,34 @@ def _poison(full: Any) -> None:
 @contextlib.contextmanager
 def whole_copies() -> Iterator[None]:
     """Inside, what only copies a buffer is a call of ATen: to generate and compile a kernel for each takes longer."""
+    by_kernel, by_aten = lowerings[_aten.cat.default], fallback_handler(_aten.cat.default, add_to_fallback_set=False)
 
-    def or_aten(target: Any) -> Any:
-        by_kernel, by_aten = lowerings[target], fallback_handler(target, add_to_fallback_set=False)
+    @functools.wraps(by_kernel)
+    def cat(*args: Any, **kwargs: Any) -> Any:
+        return (by_aten if ops.is_whole_copy(V.graph.current_node) else by_kernel)(*args, **kwargs)
 
-        @functools.wraps(by_kernel)
-        def lower(*args: Any, **kwargs: Any) -> Any:
-            return (by_aten if ops.is_whole_copy(V.graph.current_node) else by_kernel)(*args, **kwargs)
-
-        return lower
-
-    with patch.dict(lowerings, {target: or_aten(target) for target in (_aten.clone.default, _aten.cat.default)}):
+    with patch.dict(lowerings, {_aten.cat.default: cat, _aten.slice_copy.Tensor: _slice_copy}):
         yield
+
+
+def _slice_copy(value: Any, dim: int, begin: Any, end: Any) -> Any:
+    size = list(value.get_size())
+    size[dim] = end - begin
+    return _call(_aten.slice_copy.Tensor, size, value, constants=(dim, begin, end))
+
+
+def _call(kernel: Any, size: list[Any], *values: Any, constants: tuple[Any, ...]) -> Any:
+    """A call of `kernel(*values, *constants)`, which allocates its result: contiguous, in the dtype of the first value.
+
+    Inductor's own call of what it has no lowering for is two nodes of its schedule, and traced once more.
+    """
+    if V.graph.cpp_wrapper:
+        return ir.TensorBox.create(ir.FallbackKernel.create(kernel, *values, *constants))
+    first, *_ = inputs = [ir.ExternKernel.realize_input(value) for value in values]
+    for value in inputs:
+        ir.as_storage_and_layout(value, freeze=True)
+    layout = ir.FixedLayout(first.get_device_or_error(), first.get_dtype(), size)
+    return ir.TensorBox.create(ir.ExternKernelAlloc(layout, inputs, constants, op_overload=kernel))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -167,5 +192,9 @@ def _is_for_onednn(a: Any, b: Any) -> bool:
 
 def _linear(a: Any, b: Any, bias: Any) -> Any:
     transposed = lowerings[_aten.permute.default](b, [1, 0])
+    size = [a.get_size()[0], b.get_size()[1]]
+    attributes: tuple[Any, ...] = ("none", [], "")
     kernel = torch.ops.mkldnn._linear_pointwise.default
-    return ir.TensorBox.create(ir.FallbackKernel.create(kernel, a, transposed, bias, "none", [], ""))
+    if bias is None:
+        return _call(kernel, size, a, transposed, constants=(None, *attributes))
+    return _call(kernel, size, a, transposed, bias, constants=attributes)

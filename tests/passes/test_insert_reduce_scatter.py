@@ -4,7 +4,7 @@ from torch import nn
 from fsdp_compile.config import Reduction
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.insert_reduce_scatter import InsertReduceScatter
-from tests.passes.tiny import Adapted, Chain, Tempered, biased, rows, two_layers
+from tests.passes.tiny import Adapted, Chain, Normed, ScaleAndShift, Tempered, biased, rows, two_layers
 from tests.passes.tracing import Pictures, trace
 
 
@@ -140,6 +140,56 @@ backward(temperature: f32[4], primals_2: f32[3,4], mm: f32[3,4], tangents_1: f32
         )
         groups = [ops.argument(node, "group") for node in graph.gm.graph.nodes if ops.is_reduction(node)]
         self.assertEqual(groups, ["world", "shard", "replicate"])
+
+    def test_a_reduction_begins_behind_the_kernel_that_computes_the_last_gradient(self):
+        """The gradient of a norm's input, which is light, is computed together with that of its scale."""
+        graphs = trace(Chain(low=Normed(), top=Normed()), rows(), policy=Normed)
+        lines = str(graphs.after(InsertReduceScatter, "backward")).splitlines()
+        [packed] = [index for index, line in enumerate(lines) if line.startswith("  top.packed")]
+        self.assertExpectedInline(
+            "\n".join(lines[packed - 4 : packed + 5]),
+            """\
+  mul_9: f32[3,4] = mul(div, sub_4)
+  mul_10: f32[3,4] = mul(mm_3, mul_2)
+  sum_3: f32[4] = sum.dim_IntList(mul_10, [0])
+  add_4: f32[3,4] = add(tangents_1, mul_9)
+  top.packed: f32[24] = fsdp.pack([sum_3, mm_2], [0, 4])
+  top.grad.pending: f32[12] = fsdp.reduce_scatter(top.packed)
+  top.grad: f32[12] = fsdp.wait(top.grad.pending)
+  permute_6: f32[4,3] = permute(add_4, [1, 0])
+  mm_4: f32[4,4] = mm(permute_6, mul_1)""",
+        )
+
+    def test_reductions_that_begin_in_the_same_place_begin_in_the_order_of_their_gradients(self):
+        graphs = trace(Chain(low=ScaleAndShift(), top=ScaleAndShift()), rows(), policy=ScaleAndShift)
+        self.assertExpectedInline(
+            str(graphs.after(InsertReduceScatter, "backward")),
+            """\
+backward(low: f32[4], top.weight: f32[4], primals_2: f32[3,4], tangents_1: f32[3,4])
+  low.weight: f32[4] = fsdp.unshard(low, 0)
+  sum_1: f32[1,4] = sum.dim_IntList(tangents_1, [0], True)
+  view: f32[4] = view(sum_1, [4])
+  mul: f32[3,4] = mul(primals_2, low.weight)
+  add: f32[3,4] = add(mul, low.weight)
+  mul_2: f32[3,4] = mul(tangents_1, add)
+  mul_3: f32[3,4] = mul(tangents_1, top.weight)
+  sum_2: f32[1,4] = sum.dim_IntList(mul_2, [0], True)
+  view_1: f32[4] = view(sum_2, [4])
+  add_tensor: f32[4] = add(view, view_1)
+  sum_3: f32[1,4] = sum.dim_IntList(mul_3, [0], True)
+  view_2: f32[4] = view(sum_3, [4])
+  mul_4: f32[3,4] = mul(mul_3, primals_2)
+  sum_4: f32[1,4] = sum.dim_IntList(mul_4, [0], True)
+  view_3: f32[4] = view(sum_4, [4])
+  add_tensor_1: f32[4] = add(view_2, view_3)
+  top.packed: f32[8] = fsdp.pack([add_tensor], [0])
+  top.grad.pending: f32[4] = fsdp.reduce_scatter(top.packed)
+  top.grad: f32[4] = fsdp.wait(top.grad.pending)
+  low.packed: f32[8] = fsdp.pack([add_tensor_1], [0])
+  low.grad.pending: f32[4] = fsdp.reduce_scatter(low.packed)
+  low.grad: f32[4] = fsdp.wait(low.grad.pending)
+  return [low.grad, None, top.grad]""",
+        )
 
     def test_only_trained_parameters_have_a_reduction(self):
         graph = trace(Adapted(), rows()).after(InsertReduceScatter, "backward")

@@ -94,10 +94,9 @@ backward(x: f32[4,4])
             """\
 backward(x: f32[4,4])
   mm_default: f32[4,4] = mm(x, x)
-  view_default: f32[16] = view(mm_default, [16])
-  view_default_1: f32[2,8] = view(view_default, [2, 8])
-  view_default_2: f32[16] = view(view_default_1, [16])
-  reduce_scatter_tensor_default: f32[8] = _c10d_functional.reduce_scatter_tensor(view_default_2, avg, 2, shard)
+  view_default: f32[2,8] = view(mm_default, [2, 8])
+  view_default_1: f32[16] = view(view_default, [16])
+  reduce_scatter_tensor_default: f32[8] = _c10d_functional.reduce_scatter_tensor(view_default_1, avg, 2, shard)
   wait_tensor_default: f32[8] = _c10d_functional.wait_tensor(reduce_scatter_tensor_default)
   device_put_default: f32[8] = prims.device_put(wait_tensor_default, cpu)
   return [device_put_default]""",

@@ -1,3 +1,5 @@
+import operator
+
 import torch
 import torch._functorch.config
 import torch.fx
@@ -6,7 +8,7 @@ from torch import nn
 
 from fsdp_compile.passes.errors import PassError
 from fsdp_compile.passes.merge_gradients import MergeGradients
-from fsdp_compile.passes.partition_joint import Crossing, PartitionJoint, Unshard
+from fsdp_compile.passes.partition_joint import Crossing, PartitionJoint, Unshard, _save_early
 from tests.passes.tiny import Checkpointed, linear, rows, three_layers, two_layers, two_products
 from tests.passes.tracing import Drawing, Pictures, trace
 
@@ -146,6 +148,40 @@ backward(mid: f32[8], top.weight: f32[4,4], primals_2: f32[3,4], mm: f32[3,4], m
   mm_7: f32[4,4] = mm(permute_11, primals_2)
   low.grad: f32[8] = fsdp.reduce_gradient([mm_7], [0])
   return [low.grad, None, mid.grad, top.grad]""",
+        )
+
+    def test_what_only_the_backward_needs_is_computed_as_soon_as_it_can_be(self):
+        """But for what follows from inputs, which are there anyway, and for random numbers, which keep their order."""
+        aten = torch.ops.aten
+        drawing = Drawing()
+        x, w = drawing.input("x", 4, 4), drawing.input("w", 4, 4)
+        sin = drawing.call(aten.sin.default, x)
+        var_mean = drawing.call(aten.var_mean.correction, sin, [1])
+        variance, mean = (drawing.call(operator.getitem, var_mean, index) for index in (0, 1))
+        y = drawing.call(aten.mm.default, drawing.call(aten.sub.Tensor, sin, mean), w)
+        rsqrt = drawing.call(aten.rsqrt.default, variance)
+        noise = drawing.call(aten.bernoulli.p, sin, 0.5)
+        exp, transposed = drawing.call(aten.exp.default, x), drawing.call(aten.t.default, y)
+        half = drawing.call(aten.div.Tensor, rsqrt, 2)
+        forward = drawing.returns(y, rsqrt, noise, exp, half, transposed)
+        _save_early(forward.gm.graph, 1)
+        forward.gm.graph.lint()
+        self.assertExpectedInline(
+            str(forward),
+            """\
+forward(x: f32[4,4], w: f32[4,4])
+  sin_default: f32[4,4] = sin(x)
+  var_mean_correction = var_mean.correction(sin_default, [1])
+  getitem: f32[4] = getitem(var_mean_correction, 0)
+  rsqrt_default: f32[4] = rsqrt(getitem)
+  div_tensor: f32[4] = div(rsqrt_default, 2)
+  getitem_1: f32[4] = getitem(var_mean_correction, 1)
+  sub_tensor: f32[4,4] = sub(sin_default, getitem_1)
+  mm_default: f32[4,4] = mm(sub_tensor, w)
+  t_default: f32[4,4] = t(mm_default)
+  bernoulli_p: f32[4,4] = bernoulli.p(sin_default, 0.5)
+  exp_default: f32[4,4] = exp(x)
+  return [mm_default, rsqrt_default, bernoulli_p, exp_default, div_tensor, t_default]""",
         )
 
     def test_a_unit_that_is_not_resharded_is_saved_whole(self):
@@ -296,9 +332,9 @@ forward(primals_1: f32[3,4], root: f32[8])
   mul: f32[4,4] = mul(gt, mix.weight)
   mul_1: f32[4,4] = mul(mul, 2.0)
   permute: f32[4,4] = permute(mul_1, [1, 0])
+  permute_3: f32[4,4] = permute(permute, [1, 0])
   mm: f32[3,4] = mm(sin, permute)
   sin_1: f32[3,4] = sin(mm)
-  permute_3: f32[4,4] = permute(permute, [1, 0])
   return [sin_1, primals_1, sin, gt, mm, permute_3]""",
         )
 

@@ -47,6 +47,19 @@ def biased() -> Chain:
     return Chain(up=nn.Linear(4, 8), down=nn.Linear(8, 2))
 
 
+class Normed(nn.Module):
+    """A norm and a weight beside a residual connection: the gradients of both branches meet in its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4, bias=False)
+        self.proj = linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.proj(self.norm(x))
+        return x + y
+
+
 class Bfloat16Product(nn.Module):
     """A weight that is kept in fp32 and used as bf16."""
 
