@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -162,12 +163,13 @@ class Teams:
 
 def one_rank(name: str, folder: Path, world_size: int, device: str = "cpu", *, is_warm: bool = False) -> Team:
     """A rank of a job that is not there; unless it is warm, with nothing compiled before."""
+    place = re.sub(r"\W+", "-", name)  # the C++ compiler is called with paths that are not quoted
     command = [sys.executable, str(RANK), "--library", str(folder / LIBRARY)]
     command += ["--world-size", str(world_size), "--device", device]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not is_warm:
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name)
-    return Team([(command, environment)], folder / f"{name}.log")
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / place)
+    return Team([(command, environment)], folder / f"{place}.log")
 
 
 # ----------------------------------------------------------------------------------------------------------
