@@ -150,6 +150,13 @@ def _draw_once(forward: torch.fx.Graph, backward: torch.fx.Graph, num_fwd_output
     _save_instead(forward, num_fwd_outputs, [], saved)
 
 
+def _results(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The tensors that a node computes, those of them that are read."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return [node] if node.users else []
+    return [item for item in node.users if item.users]
+
+
 def _save_early(forward: torch.fx.Graph, num_fwd_outputs: int) -> None:
     """Move what is computed for the backward alone to where it can be computed first; from inputs, it can wait."""
     needed: set[Any] = set(analysis.outputs(forward)[:num_fwd_outputs])
@@ -165,13 +172,6 @@ def _save_early(forward: torch.fx.Graph, num_fwd_outputs: int) -> None:
         stays = node.op == "output" or node in needed or is_result or is_first
         key[node] = (index,) if stays else (*key[source], index)
     analysis.reorder(forward, key)
-
-
-def _results(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The tensors that a node computes, those of them that are read."""
-    if isinstance(node.meta["val"], torch.Tensor):
-        return [node] if node.users else []
-    return [item for item in node.users if item.users]
 
 
 @dataclasses.dataclass(frozen=True)
