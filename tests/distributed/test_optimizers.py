@@ -1,5 +1,6 @@
 """Optimizers built before and after sharding, and gradient clipping."""
 
+import collections
 import copy
 import functools
 
@@ -127,6 +128,78 @@ def test_steps_compute_with_plain_tensors(world_size, name):
     model(*batch_of_rank(model, 1)).backward()
     with NoDTensors():
         optimizer.step()
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of each operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Stack(nn.Module):
+    """Small layers, then two whose parts take 90,000 elements each: a run has at most 65,536."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+        self.up, self.down = nn.Linear(8, 22_500, bias=False), nn.Linear(22_500, 8, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.small(x)))).square().mean()
+
+
+@on_ranks(2)
+def test_small_parameters_are_updated_as_one(world_size):
+    torch.manual_seed(0)
+    model = compiled(Stack(), auto_wrap_policy=[])  # one unit
+    optimizer = adamw(model.parameters())
+    for _ in range(2):  # in the first step states are new, in the second they lie next to each other
+        model(torch.ones(2, 8)).backward()
+        with Calls() as calls:
+            optimizer.step()
+        optimizer.zero_grad()
+        assert calls.counts[torch.ops.aten.addcdiv_] == 3
+
+
+@both_front_ends
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2)
+def test_parameters_of_a_run_part_and_meet_again(world_size, name, front_end):
+    """One gets no gradient in one step, and another state of a user in another."""
+    torch.manual_seed(0)
+    expected = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model = front_end(copy.deepcopy(expected), auto_wrap_policy=[])
+    optimizers = [OPTIMIZERS[name](found.parameters()) for found in (expected, model)]
+    for step in range(5):
+        for found, optimizer in zip((expected, model), optimizers, strict=True):
+            found(torch.linspace(-1, 1, 32).view(4, 8)).square().mean().backward()
+            if step == 1:
+                found[1].weight.grad = None
+            if step == 3:
+                for value in optimizer.state[found[2].bias].values():
+                    if value is not None:
+                        value.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, expected)
+    for parameter, of_expected in zip(model.parameters(), expected.parameters(), strict=True):
+        for key, value in optimizers[0].state[of_expected].items():
+            assert_close(full(optimizers[1].state[parameter][key]), value)
+
+
+@on_ranks(2)
+def test_hooks_after_a_step_see_its_states(world_size):
+    model = compiled(build("odd_mlp"))
+    optimizer, seen = OPTIMIZERS["momentum"](model.parameters()), []
+    optimizer.register_step_post_hook(lambda *_: seen.append(len(optimizer.state)))
+    train(model, optimizer, STEPS)
+    assert seen == [len(list(model.parameters()))] * len(STEPS)
 
 
 @pytest.mark.parametrize("name", ["adamw", "momentum"])

@@ -1,0 +1,205 @@
+"""Optimizer steps on this rank's parts, and of small parameters that lie next to each other as one.
+
+Optimizers of torch that treat every element by itself compute with this rank's parts of parameters, gradients and
+states as plain tensors: the same values as with DTensors, whose dispatch in Python takes most of a step of many small
+layers, and on a GPU in the few kernels that torch has for lists of plain tensors. The parts of a shard's parameters lie
+next to each other in memory, and so do those of their gradients: a run of small ones is one tensor for the optimizer,
+and their states are moved next to each other. What users see, states included, are DTensors of each parameter.
+
+Private torch API, as of torch 2.11 to 2.13: `_init_group`, with which these optimizers collect what a step works on,
+and where an optimizer keeps its hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch._guards import TracingContext
+from torch.distributed.tensor import DTensor
+
+from .views import local_tensor, sharded_tensor, without_offset
+
+_ELEMENTWISE = {
+    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
+    *(optim.RMSprop, optim.Rprop, optim.SGD),
+}
+
+_RUN_NUMEL = 2**16
+"""Elements of a run at most: with more, an optimizer's time is not Python's, and what it allocates would be noticed."""
+
+_Row = tuple[Any, ...]
+
+
+def compute_locally(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before every step: see that an optimizer that treats every element by itself gets plain tensors."""
+    end_runs(optimizer, args, kwargs)  # of a step that ended in an exception
+    if type(optimizer) not in _ELEMENTWISE or "_init_group" in vars(optimizer):
+        return
+    reference = weakref.ref(optimizer)
+
+    def init_group(group: dict[str, Any], *lists: list[Any]) -> Any:
+        found: Any = reference()
+        result = type(found)._init_group(found, group, *lists)
+        # Dynamo, which traces with what this returns, would take the gradients of now for those of later steps.
+        if not group["differentiable"] and TracingContext.try_get() is None:
+            found._fsdp_runs += _localize(lists)
+        return result
+
+    # None of these is pickled or copied with an optimizer.
+    vars(optimizer).update(_init_group=init_group, _fsdp_runs=[])
+    handle = optimizer.register_step_post_hook(end_runs)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # the user's come after
+
+
+def end_runs(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After every step: what it left in the states of runs becomes the states of their parameters."""
+    runs: list[Run] = vars(optimizer).get("_fsdp_runs", [])
+    for run in runs:
+        run.end(optimizer.state)
+    runs.clear()
+
+
+def _localize(lists: Sequence[list[Any]]) -> list[Run]:
+    """Replace DTensors by this rank's parts, unless that of a gradient or a state is not that of its parameter.
+
+    Args:
+        lists: parameters, their gradients, and their states of each kind; a list is empty if there are none.
+    """
+    filled = [values for values in lists if values]
+    rows = list(zip(*filled, strict=True))
+    if not all(_is_sharded_alike(*row) for row in rows):
+        return []
+    runs: list[Run] = []
+    for row in rows:
+        parts = tuple(local_tensor(value) if isinstance(value, DTensor) else value for value in row)
+        if not runs or not runs[-1].take(row, parts):
+            runs.append(Run(row, parts))
+    for values, joined in zip(filled, zip(*(run.join() for run in runs), strict=True), strict=True):
+        values[:] = joined
+    return runs
+
+
+class Run:
+    """Parameters that an optimizer updates as one: at first the only one of a row.
+
+    A row is a parameter, its gradient, and its states, as users see them. A state is a DTensor of the parameter's
+    shape, a number (a plain 0-d tensor), or None, if there is none yet. Of a parameter that is not sharded, all are
+    plain.
+
+    Attributes:
+        rows: one for each parameter.
+        parts: the same rows of this rank's parts.
+        numel: elements of this rank's parts of the parameters.
+        parameter: what the optimizer gets for the parameters.
+    """
+
+    def __init__(self, row: _Row, parts: _Row) -> None:
+        self.rows, self.parts = [row], [parts]
+        self.numel: int = parts[0].numel()
+        self.parameter: Tensor = parts[0]
+
+    def take(self, row: _Row, parts: _Row) -> bool:
+        """Add a row, if its parameter is small and can be updated with the others."""
+        numel, (parameter, gradient, *_) = self.numel + parts[0].numel(), self.parts[-1]
+        if (
+            numel > _RUN_NUMEL
+            or not isinstance(row[0], DTensor)
+            or not _are_adjacent(parameter, parts[0])
+            or not _are_adjacent(gradient, parts[1])
+            or not all(map(_are_alike, self.rows[-1][2:], row[2:]))
+        ):
+            return False
+        self.rows.append(row)
+        self.parts.append(parts)
+        self.numel = numel
+        return True
+
+    def join(self) -> list[Any]:
+        """What the optimizer gets: a parameter, its gradient, and its states; states are moved next to each other."""
+        if len(self.rows) == 1:
+            return list(self.parts[0])
+        joined: list[Any] = [part.as_strided((self.numel,), (1,)) for part in self.parts[0][:2]]
+        for index, state in enumerate(self.rows[0][2:], start=2):
+            if isinstance(state, DTensor):
+                states = [parts[index] for parts in self.parts]
+                if not _are_adjacent(*states):
+                    states = self._move(index, states)
+                state = states[0].as_strided((self.numel,), (1,))
+            joined.append(state)  # what is no DTensor is equal for all
+        self.parameter = joined[0]
+        return joined
+
+    def _move(self, index: int, states: list[Tensor]) -> list[Tensor]:
+        moved = self._split(torch.cat([state.reshape(-1) for state in states]))
+        for row, state in zip(self.rows, moved, strict=True):
+            row[index]._local_tensor = state
+        return moved
+
+    def _split(self, joined: Tensor) -> list[Tensor]:
+        if len(self.rows) == 1:
+            return [joined]
+        parameters = [parts[0] for parts in self.parts]
+        views = joined.split([parameter.numel() for parameter in parameters])
+        return [view.view(parameter.shape) for view, parameter in zip(views, parameters, strict=True)]
+
+    def end(self, states: dict[Any, dict[str, Any]]) -> None:
+        """After a step: numbers become those of all parameters, and states that are new are split.
+
+        Args:
+            states: the optimizer's, of each parameter.
+        """
+        for first, *others in zip(*self.rows, strict=True):
+            if others and isinstance(first, Tensor) and not isinstance(first, DTensor):
+                torch._foreach_copy_(others, [first] * len(others))
+        if not isinstance(self.rows[0][0], DTensor):
+            return
+        # SGD notes momentum as the state of what it was given.
+        for name, state in states.pop(self.parameter, {}).items():
+            if state is not None:
+                for (parameter, *_), local in zip(self.rows, self._split(state), strict=True):
+                    if states[parameter].get(name) is None:
+                        placed = parameter.device_mesh, parameter.placements
+                        states[parameter][name] = without_offset(sharded_tensor(local, *placed, parameter.shape))
+
+
+def _is_sharded_alike(parameter: Tensor, *others: Tensor | None) -> bool:
+    """Whether this rank's part of each of the others belongs to its part of the parameter; that of a number does."""
+    if not isinstance(parameter, DTensor):
+        return not any(isinstance(other, DTensor) for other in others)
+    spec, shape = parameter._spec, parameter.shape
+    for other in others:
+        if isinstance(other, DTensor):
+            if other._spec is spec:
+                continue
+            if other.placements != spec.placements or other.device_mesh != spec.mesh or other.shape != shape:
+                return False
+        elif other is not None and other.dim():
+            return False
+    return True
+
+
+def _are_adjacent(first: Tensor, *others: Tensor) -> bool:
+    """Whether the memory of each begins where that of the one before it ends."""
+    if not first.is_contiguous():
+        return False
+    dtype, storage, end = first.dtype, first.untyped_storage().data_ptr(), first.data_ptr() + first.nbytes
+    for other in others:
+        if other.data_ptr() != end or other.dtype != dtype or not other.is_contiguous():
+            return False
+        if other.untyped_storage().data_ptr() != storage:
+            return False
+        end += other.nbytes
+    return True
+
+
+def _are_alike(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether states of one kind can be one state: those of a parameter's shape, and equal numbers."""
+    if first is None or second is None:
+        return first is second
+    if isinstance(first, DTensor) or isinstance(second, DTensor):
+        return isinstance(first, DTensor) and isinstance(second, DTensor)
+    return first.is_cpu and second.is_cpu and first.item() == second.item()  # a GPU would have to be waited for
