@@ -8,6 +8,7 @@ is under way nobody records on the CPU; a collective is drawn from its call to t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -27,7 +28,8 @@ _WIDTH = 110  # columns that the table needs
 def measured_schedule(planned: Schedule, profiler: torch.profiler.profile) -> Schedule:
     """The last step that a profiler saw, in the terms of its plan, without memory.
 
-    What is computed between two collectives or waits is one block. The step begins with its first collective.
+    What is computed between two collectives or waits is one block, or one for each unit, if it is of several: their
+    parts of the time are as planned. The step begins with its first collective.
 
     Args:
         planned: the schedule of the graphs that ran.
@@ -72,15 +74,21 @@ def _measured(blocks: Sequence[Block], calls: Sequence[Block], times: Sequence[t
             continue
         begin, end = time_of[id(block)]
         if between:
-            yield _joined(between, now, begin)
+            yield from _divided(between, now, begin)
         between, now = [], end
         yield dataclasses.replace(block, start=begin, end=end_of_wait[block.side, block.name])
 
 
-def _joined(blocks: Sequence[Block], start: float, end: float) -> Block:
-    """What is computed from `start` to `end`."""
-    names, lines = dict.fromkeys(block.name for block in blocks), (line for block in blocks for line in block.lines)
-    return dataclasses.replace(blocks[0], name="; ".join(names), start=start, end=end, lines=tuple(lines))
+def _divided(blocks: Sequence[Block], start: float, end: float) -> Iterator[Block]:
+    """What is computed from `start` to `end`, a block for each unit in turn; its part of the time is as planned."""
+    units = [list(group) for _, group in itertools.groupby(blocks, lambda block: (block.side, block.unit))]
+    scale = (end - start) / sum(block.seconds for block in blocks)
+    for unit in units:
+        until = end if unit is units[-1] else start + scale * sum(block.seconds for block in unit)
+        name = "; ".join(dict.fromkeys(block.name for block in unit))
+        lines = tuple(line for block in unit for line in block.lines)
+        yield dataclasses.replace(unit[0], name=name, start=start, end=until, lines=lines)
+        start = until
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_compile import ConfigError, fsdp_compile
-from fsdp_compile.report import Schedule, measured_schedule, page
+from fsdp_compile.report import Comparison, Schedule, measured_schedule, page
 from tests.distributed.training import batch_of_rank
 from tests.models import build
 from tests.ranks import on_ranks
@@ -45,6 +45,24 @@ def test_a_measured_step_has_the_blocks_of_the_plan(world_size, backend, lowerin
     computed = {(block.side, line) for block in planned.blocks if block.kind == "compute" for line in block.lines}
     found = {(block.side, line) for block in measured.blocks if block.kind == "compute" for line in block.lines}
     assert found <= computed
+
+
+@on_ranks(2)
+def test_what_no_collective_parts_is_divided_among_its_units(world_size):
+    """No parameter is gathered again: nothing parts the last unit's forward from its backward."""
+    model = trained(backend="aot_eager", reshard_after_forward=False)
+    planned = Schedule.of(model.explain("h100").predictions[-1])
+    measured = measured_schedule(planned, recorded(model))
+    sides = [block.side for block in measured.blocks]
+    assert sides == sorted(sides, reverse=True)
+    for side in ("forward", "backward"):
+        lines = planned.texts[side].splitlines()
+        for block in measured.blocks:
+            assert block.side != side or all(line < len(lines) for line in block.lines)
+    rows = Comparison(planned, measured).rows()
+    last_reduced = [block.unit for block in planned.blocks if block.kind == "wait"][-1]
+    for (_, unit), (computed, found, _, _) in rows.items():
+        assert (computed > 0) == (found > 0) or unit == last_reduced
 
 
 @on_ranks(2)
