@@ -1,6 +1,6 @@
 """Random models on simulated ranks: outputs and gradients are those of the unsharded model.
 
-Every pass is verified. `--hypothesis-profile=thorough` draws 2,000 of them.
+Every pass is verified. `--hypothesis-profile=thorough --timeout=0` draws 2,000 of them.
 """
 
 import os

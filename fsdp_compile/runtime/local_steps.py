@@ -45,7 +45,8 @@ def compute_locally(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         found: Any = reference()
         result = type(found)._init_group(found, group, *lists)
         # Dynamo, which traces with what this returns, would take the gradients of now for those of later steps.
-        if not group["differentiable"] and TracingContext.try_get() is None:
+        is_traced = torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
+        if not group["differentiable"] and not is_traced:
             found._fsdp_runs += _localize(lists)
         return result
 
