@@ -41,24 +41,20 @@ def statement_of_program(program: str) -> list[Line]:
 
 
 def statement_of_plan(plan: Plan) -> list[Line]:
-    """How a model is sharded: every parameter of every unit, and the options that decide about collectives."""
-    lines = [
-        Line(
-            f"parameter {name} of the unit {unit.name}: {tuple(parameter.shape)}, {parameter.dtype}, "
-            f"{'trained' if parameter.requires_grad else 'frozen'}"
-        )
-        for unit in plan.units
-        for name, parameter in unit.parameters
-    ]
-    lines += [
-        Line(f"the policy of {name}: {plan.precision.policy_of_parameter[name]}")
-        for unit in plan.units
-        for name, _ in unit.parameters
-        if name in plan.precision.policy_of_parameter
-    ]
+    """How a model is sharded: the options that decide about collectives, and every parameter of every unit."""
     options = (plan.strategy, plan.schedule, plan.reduction, plan.offload, plan.sync_module_states)
-    lines += [Line(f"options: {option}") for option in options]
-    return [*lines, Line(f"check_gradients: {plan.checks_gradients}")]
+    lines = [Line(f"options: {option}") for option in options] + [Line(f"check_gradients: {plan.checks_gradients}")]
+    for unit in plan.units:
+        for name, parameter in unit.parameters:
+            policy = plan.precision.policy_of_parameter.get(name)
+            parts = [
+                str(tuple(parameter.shape)),
+                str(parameter.dtype),
+                "trained" if parameter.requires_grad else "frozen",
+            ]
+            parts += [] if policy is None else [str(policy)]
+            lines.append(Line(f"parameter {name} of the unit {unit.name}: {', '.join(parts)}"))
+    return lines
 
 
 def _collectives(side: RewrittenGraph) -> Iterator[Line]:

@@ -63,7 +63,7 @@ OTHERS = {
     "shapes": (lambda: made(dim=16), {}, r"\(16, 16\)"),
     "dtypes": (lambda: made().double(), {}, "float64"),
     "flags": (frozen, {}, "frozen"),
-    "number": (lambda: made(num_blocks=4), {}, "blocks.3.0.weight"),
+    "number": (lambda: made(num_blocks=4), {}, "rank 0: nothing\n  rank 1: parameter blocks.3.0.weight"),
     "order": (reordered, {}, "blocks.2.scale"),
     "policy": (made, {"auto_wrap_policy": [nn.Linear]}, "of the unit blocks.0.0"),
     "options": (made, {"forward_prefetch": 2}, "forward_prefetch=2"),
