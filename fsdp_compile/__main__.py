@@ -146,13 +146,12 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    table, is_well = Table(title="fsdp-compile doctor", title_justify="left"), True
-    for heading in ("what", "found", ""):
-        table.add_column(heading)
-    for finding in examine():
-        table.add_row(finding.what, finding.found, "ok" if finding.is_well else "[bold red]wrong[/]")
+    console, is_well = Console(), True
+    for finding in examine():  # which takes a while: what is found is said at once
+        verdict = "ok" if finding.is_well else "[bold red]wrong[/]"
+        console.print(f"{finding.what}: {finding.found}", verdict, soft_wrap=True)
+        sys.stdout.flush()
         is_well &= finding.is_well
-    Console().print(table)
     if not is_well:
         sys.exit(1)
 

@@ -203,8 +203,9 @@ class Reduction:
 def check_strategy(strategy: object) -> ShardingStrategy:
     """`strategy` if it is one; raises ConfigError if not."""
     if not isinstance(strategy, ShardingStrategy):
+        names = ", ".join(each.name for each in ShardingStrategy)
         raise ConfigError(
-            f"sharding_strategy is a ShardingStrategy of torch.distributed.fsdp or 'auto', not {strategy!r}"
+            f"sharding_strategy is a ShardingStrategy of torch.distributed.fsdp ({names}) or 'auto', not {strategy!r}"
         )
     return strategy
 

@@ -6,8 +6,10 @@ computed with them.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.fx
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from .sharding import Plan
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n\s*(.*)')
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def statement_of_graphs(graphs: RewrittenGraphs) -> list[Line]:
@@ -75,7 +78,8 @@ def source_of(node: torch.fx.Node) -> str:
     is_gather = ops.is_all_gather(node)
     seen, found = {node}, [node]
     for each in found:
-        if frames := _FRAME.findall(each.meta.get("stack_trace") or ""):
+        frames = _FRAME.findall(each.meta.get("stack_trace") or "")
+        if frames := [frame for frame in frames if not frame[0].startswith(_PACKAGE)]:
             path, line, code = frames[-1]
             return f"{path}:{line}: {code.strip()}"
         near = [other for other in (each.users if is_gather else each.all_input_nodes) if other not in seen]

@@ -165,3 +165,15 @@ def test_offloading_without_an_accelerator_is_the_same_graph(world_size, front_e
 def test_what_is_no_offload_policy_is_refused(world_size):
     with pytest.raises(ConfigError, match="offload_policy is None, or a CPUOffloadPolicy"):
         compiled(build("odd_mlp"), offload_policy="cpu")
+
+
+@on_ranks(2)
+def test_a_forward_without_values_says_where_they_come_from(world_size):
+    with torch.device("meta"):
+        model = fsdp_compile(nn.Sequential(nn.Linear(4, 4)), backend="aot_eager")
+    with pytest.raises(ConfigError, match=r"0\.weight is on the meta device .* param_init_fn, or call model.to_empty"):
+        model(torch.ones(2, 4))
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    assert torch.equal(model(torch.ones(2, 4)), torch.full((2, 4), 5.0))
