@@ -14,6 +14,7 @@ RANKS := tests/distributed tests/test_examples.py tests/test_packaging.py tests/
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
+	@echo "installing PyTorch and what demo, tests and docs need into $(VENV): a minute or more"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,examples,docs]'
 	touch $@
 

@@ -127,6 +127,11 @@ def llama3_8b(dtype: torch.dtype = torch.bfloat16) -> Llama:
     return on_meta(LLAMA3_8B, dtype)
 
 
+def llama_small(dtype: torch.dtype = torch.bfloat16) -> Llama:
+    """One whose plan takes seconds, on the meta device."""
+    return on_meta(SMALL, dtype)
+
+
 def inputs(batch: int, seq: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets on the meta device."""
     tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
@@ -146,7 +151,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=2048)
     options = parser.parse_args()
 
-    model = llama3_8b() if options.config == "8b" else on_meta(SMALL, torch.bfloat16)
+    model = llama3_8b() if options.config == "8b" else llama_small()
     begin = time.perf_counter()
     graphs = rewrite(model, *inputs(options.batch, options.seq), world_size=options.world_size)
     seconds = time.perf_counter() - begin

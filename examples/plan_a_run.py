@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 
-import torch
 from rich.console import Console
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import rewrite
 from fsdp_compile.costs import explain, find_hardware
-from llama import SMALL, inputs, llama3_8b, on_meta
+from llama import inputs, llama3_8b, llama_small
 
 
 def main() -> None:
@@ -33,7 +32,7 @@ def main() -> None:
     hardware = find_hardware(options.hardware)
     for gpus in options.gpus:
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
-            model = llama3_8b() if options.config == "8b" else on_meta(SMALL, torch.bfloat16)
+            model = llama3_8b() if options.config == "8b" else llama_small()
             graphs = rewrite(
                 model,
                 *inputs(1, options.seq),
