@@ -150,7 +150,6 @@ def _doctor(options: argparse.Namespace) -> None:
     for finding in examine():  # which takes a while: what is found is said at once
         verdict = "ok" if finding.is_well else "[bold red]wrong[/]"
         console.print(f"{finding.what}: {finding.found}", verdict, soft_wrap=True)
-        sys.stdout.flush()
         is_well &= finding.is_well
     if not is_well:
         sys.exit(1)

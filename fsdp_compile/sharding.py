@@ -150,19 +150,9 @@ class Sharding:
         self.refuse_if_summoned("the model")
         self.is_finishing = self.is_checking = False
         self.check()
-        self._refuse_meta()
         watch_whole(self)
         for shard in self.shards:
             shard.prepare(keeps_gradients=self.keeps_gradients)
-
-    def _refuse_meta(self) -> None:
-        """Raise ConfigError, naming a parameter, if there are no values to compute with."""
-        for shard in self.shards:
-            if shard.data.is_meta:
-                raise ConfigError(
-                    f"{shard.layout.slots[0].parameter} is on the meta device and has no values: pass param_init_fn, "
-                    "or call model.to_empty(device=...) and load or initialize its values"
-                )
 
 
 def pipeline_of(

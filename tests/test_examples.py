@@ -210,7 +210,7 @@ def test_rotation_sees_relative_positions_only() -> None:
 
 
 def test_training_script_of_the_readme_runs_as_printed(tmp_path: Path) -> None:
-    script = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = re.search(r"## Use\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert script
     (tmp_path / "train.py").write_text(script[1])
     assert "reduce_scatter" in run(f"{TORCHRUN} 2 {tmp_path}/train.py")

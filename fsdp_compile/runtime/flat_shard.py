@@ -140,7 +140,16 @@ class FlatShard:
         return self.accumulation is not None and self.accumulation.leaf.grad is not None
 
     def prepare(self, *, keeps_gradients: bool) -> None:
-        """Before a forward: where the gradients of its backward are to go."""
+        """Before a forward: where the gradients of its backward are to go.
+
+        Raises:
+            ConfigError: there are no values to compute with.
+        """
+        if self.data.is_meta:
+            raise ConfigError(
+                f"{self.layout.slots[0].parameter} is on the meta device and has no values: pass param_init_fn, "
+                "or call model.to_empty(device=...) and load or initialize its values"
+            )
         for read, parameter in zip(self.reads, self.parameters, strict=True):
             read.is_frozen = not parameter.requires_grad
         self.gradient, self.accumulated = "reduce", None

@@ -21,7 +21,7 @@ from torch import Tensor, optim
 from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 
-from .views import local_tensor, sharded_tensor, without_offset
+from .views import laid_out_as, local_tensor, without_offset
 
 _ELEMENTWISE = {
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
@@ -163,8 +163,8 @@ class Run:
             if state is not None:
                 for (parameter, *_), local in zip(self.rows, self._split(state), strict=True):
                     if states[parameter].get(name) is None:
-                        placed = parameter.device_mesh, parameter.placements
-                        states[parameter][name] = without_offset(sharded_tensor(local, *placed, parameter.shape))
+                        placed: Any = laid_out_as(parameter, local)
+                        states[parameter][name] = without_offset(placed)
 
 
 def _is_sharded_alike(parameter: Tensor, *others: Tensor | None) -> bool:
