@@ -7,19 +7,28 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= build/demo
 BIN := $(VENV)/bin
+PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
 RANKS := tests/distributed tests/test_examples.py tests/test_packaging.py tests/test_transformers.py
 
 .PHONY: demo test check docs clean
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(VENV)/.made:
 	$(PYTHON) -m venv --clear $(VENV)
-	@echo "installing PyTorch and what demo, tests and docs need into $(VENV): a minute or more"
+	touch $@
+
+$(PACKAGE): pyproject.toml constraints.txt | $(VENV)/.made
+	@echo "installing fsdp_compile and PyTorch into $(VENV): a minute or more"
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	touch $@
+
+$(INSTALLED): $(PACKAGE)
+	@echo "installing what tests and docs need"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,examples,docs]'
 	touch $@
 
 # Killed and started again, the training goes on from its last checkpoint in $(DEMO)/checkpoint.
-demo: $(INSTALLED)
+demo: $(PACKAGE)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py \
 	    --checkpoint $(DEMO)/checkpoint --out $(DEMO)/graphs --losses $(DEMO)/losses.jsonl --time-limit 300
 	$(BIN)/python examples/train_gpt.py --reference --steps 20 --compare $(DEMO)/losses.jsonl

@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fsdp_compile
-from fsdp_compile.costs import Hardware
 from fsdp_compile.costs.calibrate import calibrate
 
 # ----------------------------------------------------------------------------------------------------------
@@ -192,14 +191,13 @@ def memory_table(model: nn.Module, optimizer: torch.optim.Optimizer, world_size:
     return table
 
 
-def write_graphs(model: nn.Module, folder: Path, hardware: Hardware) -> None:
-    """The rewritten graphs of the training step and its schedule as text, and the report as a page for a browser."""
+def write_graphs(model: nn.Module, folder: Path) -> None:
+    """The rewritten graphs of the training step and its schedule, as text."""
     graphs = next(graphs for graphs in model.graphs if graphs.backward is not None)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "forward.txt").write_text(f"{graphs.forward}\n")
     (folder / "backward.txt").write_text(f"{graphs.backward}\n")
     (folder / "schedule.txt").write_text(f"{graphs.schedule()}\n")
-    model.explain(hardware, html=folder / "report.html")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -336,7 +334,8 @@ def train(
     training, held_out = read_text()
     report.held_out_loss(done, evaluate(model, held_out, options, ranks))
     begin = time.perf_counter() - done.seconds
-    for step in range(done.step + 1, options.steps + 1):
+    first = done.step + 1
+    for step in range(first, options.steps + 1):
         warm_up(optimizer, options.lr, step)
         batch = ranks.rows(training_batch(training, step, options.batch, options.seq))
         step_begin = time.perf_counter()
@@ -346,6 +345,10 @@ def train(
         mean_loss, done.seconds, seconds = ranks.mean(loss, now - begin, now - step_begin)
         done.step = step
         report.training_loss(step, mean_loss, options.batch * options.seq / seconds)
+        if options.out and step == first and not options.reference:
+            if ranks.rank == 0:
+                write_graphs(model, options.out)
+            report.console.print(f"graphs and schedule written to {options.out}")
         last = step == options.steps or done.seconds > options.time_limit
         if last or step % options.eval_every == 0:
             report.held_out_loss(done, evaluate(model, held_out, options, ranks))
@@ -369,7 +372,7 @@ def parse() -> argparse.Namespace:
     add("--backend", default="inductor", choices=["inductor", "aot_eager"])
     add("--checkpoint", type=Path, help="folder to save to, and to resume from where it holds a checkpoint")
     add("--checkpoint-every", type=int, default=100, help="steps between checkpoints")
-    add("--out", type=Path, help="folder for the rewritten graphs and the schedule, as text")
+    add("--out", type=Path, help="folder for the rewritten graphs and the schedule as text, and the report")
     # Not --log: torchrun takes that for an abbreviation of its own options.
     add("--losses", type=Path, help="file for the loss of every step, one JSON object a line")
     add(
@@ -409,8 +412,8 @@ def main() -> None:
         if options.out:
             hardware = calibrate(device)  # by all ranks
             if ranks.rank == 0:
-                write_graphs(model, options.out, hardware)
-            report.console.print(f"graphs, schedule and report.html written to {options.out}")
+                model.explain(hardware, html=options.out / "report.html")
+            report.console.print(f"report written to {options.out / 'report.html'}")
     if options.compare and compare(report.losses, read_losses(options.compare), report.console) > 1e-4:
         raise SystemExit("the losses differ by more than 1e-4")
     if dist.is_initialized():

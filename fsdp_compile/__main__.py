@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -234,7 +235,8 @@ def _load(target: str, inputs: str) -> tuple[Callable[[], Any], Callable[[int, i
         spec.loader.exec_module(module)
     for wanted in (name, inputs):
         if not callable(getattr(module, wanted, None)):
-            raise ConfigError(f"{path} has no function {wanted!r}")
+            functions = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+            raise ConfigError(f"{path} has no function {wanted!r}; it has {functions}")
     return getattr(module, name), getattr(module, inputs)
 
 

@@ -26,8 +26,10 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def statement_of_graphs(graphs: RewrittenGraphs) -> list[Line]:
-    """The collectives of a forward and its backward, in order."""
-    return [line for side in graphs.sides for line in _collectives(side)]
+    """Whether a call has a backward, and the collectives of both in order; empty if there are none."""
+    collectives = [line for side in graphs.sides for line in _collectives(side)]
+    call = "a call with a backward" if graphs.backward else "a call without a backward (no_grad, or nothing to train)"
+    return [Line(call), *collectives] if collectives else []
 
 
 def groups_of(graphs: RewrittenGraphs) -> set[str]:

@@ -169,7 +169,10 @@ def _listed(model: nn.Module, wanted: list[Any]) -> set[nn.Module]:
         else:
             raise ConfigError(f"auto_wrap_policy: {item!r} is no module class, module or glob over module names")
         if not found:
-            raise ConfigError(f"auto_wrap_policy: no module of the model matches {_short(item)}")
+            hint = (
+                " (text is a glob over names of modules; a class is given as itself)" if isinstance(item, str) else ""
+            )
+            raise ConfigError(f"auto_wrap_policy: no module of the model matches {_short(item)}{hint}")
         selected |= found
     return selected
 

@@ -87,7 +87,7 @@ def _lines(prediction: Prediction) -> list[str]:
         table([("schedule", _schedule(prediction.graphs.plan)), ("collectives", _collectives(prediction.work))]),
         str(prediction),
         table([("exposed", _exposed(prediction) or "nothing")]),
-        table(("could change", text) for text in _changes(prediction)),
+        table(("could change", text) for text in _changes(prediction) or ["nothing that is predicted to help"]),
     ]
     return [f"  {line}" for text in texts for line in text.splitlines()]
 

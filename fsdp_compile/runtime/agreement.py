@@ -311,7 +311,8 @@ def _difference(first_rank: int, first: Statement, other_rank: int, other: State
         (
             " and ".join(f"rank {rank}" for rank, _ in lines) + f" differ, first in number {number}:",
             *(f"  rank {rank}: {line}" for rank, line in lines),
-            "All ranks have to build the same model, to shard it alike, and to take the same branches in its forward",
+            "All ranks have to build the same model, to shard it alike, to train and to evaluate it together, and to "
+            "take the same branches in its forward",
         )
     )
 

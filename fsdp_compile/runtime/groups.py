@@ -23,6 +23,9 @@ from .gloo import overlapping_group
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
+_OF_MODELS = ("tp", "pp")
+"""Names that meshes give to dimensions along which ranks hold different parts of a model, on the same rows."""
+
 
 def device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:
     """The device of the parameters (the first's, of several of a type); without any, the CPU.
@@ -84,8 +87,8 @@ def _check_arguments(mesh: object, process_group: object, strategy: ShardingStra
         raise ConfigError("give a mesh or a process_group, not both")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh is a DeviceMesh, not {type(mesh).__name__}")
-    if isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
-        raise ConfigError(f"mesh has {mesh.ndim} dimensions; one (shard) or two (replicate, shard) are supported")
+    if isinstance(mesh, DeviceMesh):
+        _check_dimensions(mesh)
     groups = [] if process_group is None else _listed(process_group)
     if (isinstance(process_group, (tuple, list)) and len(groups) != 2) or not all(
         isinstance(group, dist.ProcessGroup) for group in groups
@@ -96,6 +99,18 @@ def _check_arguments(mesh: object, process_group: object, strategy: ShardingStra
         raise ConfigError(
             f"{strategy.name} needs a mesh of two dimensions (replicate, shard) or a pair of process groups"
         )
+
+
+def _check_dimensions(mesh: DeviceMesh) -> None:
+    if mesh.ndim > 2:
+        raise ConfigError(f"mesh has {mesh.ndim} dimensions; one (shard) or two (replicate, shard) are supported")
+    for name in mesh.mesh_dim_names or ():
+        if name in _OF_MODELS:
+            raise ConfigError(
+                f"mesh has the dimensions {mesh.mesh_dim_names}, of which {name!r} is for ranks that split a model: "
+                "parameters are sharded over ranks with rows of their own; give the part of the mesh for those, as in "
+                "mesh['dp']"
+            )
 
 
 def _listed(process_group: Any) -> list[Any]:

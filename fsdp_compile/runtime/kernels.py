@@ -111,7 +111,8 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     if get_proxy_mode() is not None and not _is_capturing.get():
         raise ConfigError(
             f"the backward of {parameter}, which is sharded, was traced by a compiler that knows nothing of sharding: "
-            'compile with fsdp_compile, or with torch.compile(..., backend="fsdp")'
+            "the model that fsdp_compile returns is compiled already, and that of shard is compiled by "
+            'torch.compile(model, backend="fsdp")'
         )
     of_shard = of_accumulated = None
     slot = bucket, [parameter], [offset], ctx.shard.numel(), world_size

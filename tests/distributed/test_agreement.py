@@ -124,6 +124,19 @@ def branch_at_a_later_step(backend, with_backward, **options):
     return None
 
 
+def evaluate_on_one_rank(later):
+    """Rank 0 evaluates where rank 1 trains: at first, or after steps of both."""
+    model = fsdp_compile(made(), backend="aot_eager")
+    if later:
+        train(model, [torch.ones(4, 8)], [(0, 1, 2)])
+    begin = time.monotonic()
+    try:
+        with torch.set_grad_enabled(dist.get_rank() == 1):
+            model(torch.ones(4, 8))
+    except RankError as e:
+        return str(e), time.monotonic() - begin
+
+
 def come_late():
     """Rank 1 does not call the model before rank 0 has stopped waiting."""
     model = fsdp_compile(made(), backend="aot_eager")
@@ -154,6 +167,17 @@ def test_a_rank_that_takes_another_branch_at_a_later_step_stops_all(backend, wit
     for text, again, seconds in results:
         assert text == again == results[0][0]
         assert "blocks.1" in text and "blocks.2" in text
+        assert seconds < SOON
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_rank_that_evaluates_while_another_trains_is_told_so(later):
+    for text, seconds in parted(evaluate_on_one_rank, later):
+        assert text.splitlines()[1:3] == [
+            "  rank 0: a call without a backward (no_grad, or nothing to train)",
+            "  rank 1: a call with a backward",
+        ]
+        assert "to train and to evaluate it together" in text
         assert seconds < SOON
 
 

@@ -137,6 +137,14 @@ def test_a_mesh_of_three_dimensions(front_end):
     refuses(build("odd_mlp"), "mesh 3", front_end, mesh=mesh)
 
 
+@front_ends
+@pytest.mark.parametrize("names", [("dp", "tp"), ("pp", "dp"), ("tp",)])
+def test_a_mesh_with_a_dimension_that_splits_models(front_end, names):
+    join_fake_group(world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2) if len(names) == 2 else (4,), mesh_dim_names=names)
+    refuses(build("odd_mlp"), "tp" if "tp" in names else "pp", front_end, mesh=mesh)
+
+
 def test_a_mesh_together_with_a_process_group():
     mesh = init_device_mesh("cpu", (2,))
     refuses(build("odd_mlp"), "mesh process_group", mesh=mesh, process_group=dist.group.WORLD)
