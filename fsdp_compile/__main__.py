@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -150,7 +151,7 @@ def _doctor(options: argparse.Namespace) -> None:
     console, is_well = Console(), True
     for finding in examine():  # which takes a while: what is found is said at once
         verdict = "ok" if finding.is_well else "[bold red]wrong[/]"
-        console.print(f"{finding.what}: {finding.found}", verdict, soft_wrap=True)
+        console.print(escape(f"{finding.what}: {finding.found}"), verdict, soft_wrap=True)
         is_well &= finding.is_well
     if not is_well:
         sys.exit(1)

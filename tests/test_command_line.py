@@ -13,6 +13,7 @@ from fsdp_compile import rewrite
 from fsdp_compile.__main__ import main
 from fsdp_compile.costs import predict
 from fsdp_compile.costs.hardware import find_hardware
+from fsdp_compile.doctor import Finding
 from fsdp_compile.report import Schedule, page, trace
 from tests.passes.tiny import rows, three_layers
 
@@ -188,6 +189,13 @@ def test_the_doctor_says_what_is_wrong(capsys, monkeypatch):
         main(["doctor"])
     said = capsys.readouterr().out
     assert "none: use backend='aot_eager'" in said and "TypeError" in said
+
+
+def test_the_doctor_prints_errors_as_they_are(capsys, monkeypatch):
+    monkeypatch.setattr("fsdp_compile.__main__.examine", lambda: [Finding("2 ranks", "KeyError: '[blue]'", False)])
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    assert "2 ranks: KeyError: '[blue]' wrong" in capsys.readouterr().out
 
 
 def test_the_console_script_is_installed():
