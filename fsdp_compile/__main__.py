@@ -286,7 +286,8 @@ def _table(rows: list[dict[str, Any]], hardware: Hardware) -> Table:
     for heading in ("GPUs", "batch", "strategy", "ms", "tokens/s", "MFU", "exposed", "bound", "by", "GiB"):
         table.add_column(heading, justify="left" if heading in ("strategy", "by") else "right", no_wrap=True)
     for row in rows:
-        gib = f"{row['peak_bytes'] / _GIB:.1f}"
+        gib = row["peak_bytes"] / _GIB
+        peak = f"{gib:.1f}" if gib >= 1 else f"{gib:.2g}"
         table.add_row(
             str(row["gpus"]),
             str(row["batch"]),
@@ -297,7 +298,7 @@ def _table(rows: list[dict[str, Any]], hardware: Hardware) -> Table:
             f"{row['exposed_seconds'] * 1e3:.1f}",
             f"{row['lower_bound_seconds'] * 1e3:.1f}",
             row["binds"],
-            gib if row["fits"] else f"[bold red]{gib}![/]",
+            peak if row["fits"] else f"[bold red]{peak}![/]",
         )
     return table
 

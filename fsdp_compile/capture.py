@@ -243,6 +243,9 @@ class Partitioner(CustomPartitionerFn):
         if self.capture.plan is None:
             plan, halves = None, pipeline.split(gm, kwargs["num_fwd_outputs"], static_inputs)
         else:
+            gm.graph.set_codegen(
+                torch.fx.graph.CodeGen()
+            )  # copies of what takes trees as arguments come with a warning
             split = _Halves(gm, pipeline, kwargs["num_fwd_outputs"], static_inputs)
             plan = self.capture.plan(_program("training", gm.graph), split.draft)
             halves = split.of(plan.activations if plan else None)

@@ -216,24 +216,24 @@ def _what_is_missing(found: Found, goal: Goal) -> str:
     peak = found.prediction.memory.peak
     held = sorted(((peak.held[name], name) for name in CATEGORIES if peak.held[name]), reverse=True)
     listed = ", ".join(f"{name} {bytes_text(size)}" for size, name in held)
-    helping = [_HELPS[name] for _, name in held if name in _HELPS]
+    helping = list(dict.fromkeys(text for _, name in held for text in _HELPS.get(name, ())))
     budget, missing, least, most = map(
         bytes_text, (goal.memory_budget or 0, found.peak - goal.limit, found.peak, goal.limit)
     )
     return (
         f"memory_budget of {budget}: {missing} are missing. The plan that needs least takes {least} at its peak, in "
         f"the {peak.side} ({listed}), of {most} that may be planned: {MARGIN:.0%} are left for what predictions miss. "
-        f"What would help: {'; '.join(helping[:2])}"
+        f"What would help: {', or '.join(helping[:3])}"
     )
 
 
 _HELPS = {
-    "shards": "more ranks to shard over, or offload_policy",
-    "optimizer": "more ranks to shard over, or an optimizer with fewer states",
-    "gradients": "more ranks to shard over",
-    "gathered": "smaller units (auto_wrap_policy)",
-    "reductions": "smaller units (auto_wrap_policy)",
-    "activations": "fewer rows a rank, or activation checkpointing",
-    "temporaries": "fewer rows a rank",
-    "inputs": "fewer rows a rank",
+    "shards": ("more ranks to shard over", "offload_policy"),
+    "optimizer": ("more ranks to shard over", "an optimizer with fewer states"),
+    "gradients": ("more ranks to shard over",),
+    "gathered": ("smaller units (auto_wrap_policy)",),
+    "reductions": ("smaller units (auto_wrap_policy)",),
+    "activations": ("fewer rows a rank", "activation checkpointing"),
+    "temporaries": ("fewer rows a rank",),
+    "inputs": ("fewer rows a rank",),
 }
