@@ -112,7 +112,7 @@ class Comparison:
             table.add_column(heading, justify="left" if heading in ("side", "unit") else "right")
         rows = self.rows()
         for (side, unit), seconds in {**rows, ("both", "all"): map(sum, zip(*rows.values(), strict=True))}.items():
-            table.add_row(side, unit, *(f"{1e3 * value:.2f}" for value in seconds))
+            table.add_row(side, unit or "-", *(f"{1e3 * value:.2f}" for value in seconds))
         console = Console(width=_WIDTH, color_system=None)
         with console.capture() as captured:
             console.print(table)
