@@ -56,8 +56,8 @@ def test_what_could_be_changed_follows_from_the_hardware(world_size):
     slow = dataclasses.replace(HARDWARE["h100"], within_node=Link(1e6, 0.0))
     assert "communication takes" in str(model.explain(slow)) and "would not gather" in str(model.explain(slow))
     instant = dataclasses.replace(HARDWARE["h100"], collective_start=0.0, kernel_start=1.0)
-    changes = [line.split() for line in str(model.explain(instant)).splitlines() if "could change" in line]
-    assert changes == ["could change nothing that is predicted to help".split()]
+    (line,) = [line for line in str(model.explain(instant)).splitlines() if "could change" in line]
+    assert line.endswith("nothing that is predicted to help")
 
 
 @on_ranks(2)
