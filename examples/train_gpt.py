@@ -323,6 +323,10 @@ def evaluate(model: nn.Module, data: Tensor, options: argparse.Namespace, ranks:
     return ranks.mean(losses.mean())[0]
 
 
+def has_ended(done: Progressed, options: argparse.Namespace) -> bool:
+    return done.step >= options.steps or done.seconds > options.time_limit
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -333,6 +337,8 @@ def train(
 ) -> None:
     training, held_out = read_text()
     report.held_out_loss(done, evaluate(model, held_out, options, ranks))
+    if has_ended(done, options):
+        return
     begin = time.perf_counter() - done.seconds
     first = done.step + 1
     for step in range(first, options.steps + 1):
@@ -349,7 +355,7 @@ def train(
             if ranks.rank == 0:
                 write_graphs(model, options.out)
             report.console.print(f"graphs and schedule written to {options.out}")
-        last = step == options.steps or done.seconds > options.time_limit
+        last = has_ended(done, options)
         if last or step % options.eval_every == 0:
             report.held_out_loss(done, evaluate(model, held_out, options, ranks))
         if options.checkpoint and (last or step % options.checkpoint_every == 0):
@@ -403,10 +409,12 @@ def main() -> None:
         done = load_checkpoint(place, model, optimizer)
     report = Report(options, ranks.rank, done)
     if place is not None:
-        report.console.print(f"resumed from {place}" + (": nothing left to do" if done.step >= options.steps else ""))
+        report.console.print(f"resumed from {place}" + (": nothing left to do" if has_ended(done, options) else ""))
 
     with report.progress:
         train(model, optimizer, done, options, ranks, report)
+    if done.step < options.steps:
+        report.console.print(f"ended after step {done.step}, for {options.time_limit:.0f} s are over (--time-limit)")
     if report.losses and not options.reference:
         report.console.print(memory_table(model, optimizer, ranks.world_size))
         if options.out:

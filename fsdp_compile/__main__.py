@@ -138,13 +138,20 @@ def _add_calibrate(commands: Any) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    schedules = {path: Schedule.from_json(Path(path).read_text()) for path in options.schedule}
+    schedules = {path: _saved(path) for path in options.schedule}
     for schedule in schedules.values():
         print(schedule.about)
     if options.html:
         Path(options.html).write_text(page(list(schedules.values())))
     if options.trace:
         Path(options.trace).write_text(trace(schedules))
+
+
+def _saved(path: str) -> Schedule:
+    try:
+        return Schedule.from_json(Path(path).read_text())
+    except ConfigError as e:
+        raise ConfigError(f"{path}: {e}") from e
 
 
 def _doctor(options: argparse.Namespace) -> None:
@@ -175,8 +182,9 @@ def _calibrate(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     make_model, make_inputs = _load(options.model, options.inputs)
     hardware = find_hardware(options.hardware)
-    rows, schedules = [], []
+    rows, schedules, reasons = [], [], []
     for gpus, batch, strategy in itertools.product(options.gpus, options.batch, options.strategy):
+        print(f"planning {gpus} GPUs, {batch} x {options.seq} tokens each, {strategy}", file=sys.stderr)
         model, inputs = _made(make_model, make_inputs, batch, options)
         rewriting = partial(rewrite, model, *inputs, collective_lowering=options.lowering)
         if is_auto(strategy):
@@ -184,6 +192,7 @@ def _plan(options: argparse.Namespace) -> None:
             rewrites = candidates(rewriting, gpus, goal, hardware.ranks_per_node)
             choice = best_strategy(rewrites, goal, optimizer=options.optimizer)
             graphs, strategy = choice.graphs, choice.strategy.name
+            reasons.append(choice.reason)
         else:
             world_size = _world_size(gpus, strategy, hardware)
             graphs = rewriting(world_size=world_size, sharding_strategy=ShardingStrategy[strategy])
@@ -200,6 +209,8 @@ def _plan(options: argparse.Namespace) -> None:
         console = Console()
         console.width = max(console.width, _WIDTH)
         console.print(_table(rows, hardware))
+        for reason in reasons:
+            console.print(reason)
 
 
 def _made(

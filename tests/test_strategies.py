@@ -109,7 +109,7 @@ def test_without_room_it_is_what_needs_least_or_an_error_with_a_budget():
     model, inputs = on_meta(Layers(), torch.ones(64, 512))
     choice = choose(model, inputs, 8, dataclasses.replace(H100, memory=MIB))
     assert choice.strategy is ShardingStrategy.FULL_SHARD
-    assert "FULL_SHARD needs least, and none fits into the 0.95 MiB" in choice.reason
+    assert "FULL_SHARD needs least, and none fits into the 972.8 KiB" in choice.reason
     options = {"world_size": 8, "sharding_strategy": "auto", "hardware": "h100"}
     with pytest.raises(ConfigError, match=r"memory_budget of 1 MiB: .* They need: NO_SHARD .* FULL_SHARD .*does not"):
         rewrite(model, *inputs, memory_budget="1 MiB", **options)

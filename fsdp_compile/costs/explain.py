@@ -125,13 +125,14 @@ def _collectives(work: Work) -> str:
 
 def _exposed(prediction: Prediction) -> str:
     waits = sorted(prediction.timeline.exposed.items(), key=lambda item: -item[1])
-    return ", ".join(f"{time_text(seconds)} for {_what(wait)}" for wait, seconds in waits[:_SHOWN])
+    return ", ".join(f"{time_text(seconds)} for {_what(wait, prediction)}" for wait, seconds in waits[:_SHOWN])
 
 
-def _what(wait: torch.fx.Node) -> str:
+def _what(wait: torch.fx.Node, prediction: Prediction) -> str:
+    side = next(side for side in prediction.work.sides if side.graph is wait.graph)
     collective = wait.all_input_nodes[0]
     verb = "gathering" if ops.is_all_gather(collective) else "reducing"
-    return f"{verb} {ops.argument(collective, 'bucket')}"
+    return f"{verb} {ops.argument(collective, 'bucket')} (in the {side.title})"
 
 
 def _changes(prediction: Prediction) -> list[str]:

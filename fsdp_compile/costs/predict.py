@@ -123,10 +123,11 @@ class Prediction:
         above = f"{self.seconds / self.lower_bound - 1:.1%} above it" if self.lower_bound else "empty"
         is_slowed = self.slowed > _NEGLIGIBLE * self.seconds
         slowed = f" (beside communication {time_text(self.slowed)} more)" if is_slowed else ""
+        binds = COMPUTE if self.binds == COMPUTE else f"communication ({self.binds})"
         rows = {
             "step": f"{time_text(self.seconds)} on {self.hardware.name}: compute {time_text(self.timeline.compute)}"
             f"{slowed}, exposed communication {time_text(self.exposed)}, optimizer {time_text(self.optimizer_seconds)}",
-            "lower bound": f"{time_text(self.lower_bound)}, set by {self.binds}; the schedule is {above}",
+            "lower bound": f"{time_text(self.lower_bound)}, set by {binds}; the schedule is {above}",
             "memory": f"{bytes_text(self.memory.peak.total)} at the peak, in the {self.memory.peak.side}: "
             + ", ".join(f"{name} {bytes_text(held[name])}" for name in CATEGORIES if held[name]),
         }
@@ -142,8 +143,12 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.5 else f"{seconds:.3g} s"
 
 
+_UNITS = (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")
+
+
 def bytes_text(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.4g} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.4g} GiB"
+    size, unit = next(((size, unit) for size, unit in _UNITS if num_bytes >= size), (1, "B"))
+    return f"{num_bytes / size:.4g} {unit}"
 
 
 def predict(

@@ -107,8 +107,8 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        table = Table(title="ms, planned and measured", title_justify="left")
-        for heading in ("side", "unit", "compute", "measured", "exposed", "measured"):
+        table = Table(title="ms, planned and measured; '-' is compute of no unit", title_justify="left")
+        for heading in ("side", "unit", "compute: planned", "measured", "exposed: planned", "measured"):
             table.add_column(heading, justify="left" if heading in ("side", "unit") else "right")
         rows = self.rows()
         for (side, unit), seconds in {**rows, ("both", "all"): map(sum, zip(*rows.values(), strict=True))}.items():

@@ -126,7 +126,9 @@ class Schedule:
             fields["memory"] = [(seconds, tuple(held)) for seconds, held in fields["memory"]]
             schedule = cls(**fields)
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as e:
-            raise ConfigError(f"no saved schedule: {type(e).__name__}: {e}") from None
+            raise ConfigError(
+                f"no saved schedule, as model.explain(schedule=...) writes it ({type(e).__name__}: {e})"
+            ) from None
         if known != (_FORMAT, CATEGORIES):
             raise ConfigError("the schedule was saved by another version of fsdp_compile")
         return schedule

@@ -40,6 +40,9 @@ _TICK = 1.0
 _LOST = "Connection closed by peer", "Connection reset by peer"
 """What gloo says (torch 2.11 to 2.13) when another process is gone."""
 
+_LATE = "Timed out waiting"
+"""What gloo says when a message does not come within the time limit of its group."""
+
 _PATIENCE = 10.0
 """Seconds for which a rank waits for one that has raised, before it gives up."""
 
@@ -154,7 +157,16 @@ class Agreement:
             if self.failure is not None:
                 raise RankError(self.failure) from e
             if any(lost in str(e) for lost in _LOST):
-                text = f"a rank that rank {self.rank} waits for has ended, or lost its connection: {e}"
+                text = (
+                    f"a rank that rank {self.rank} waits for has ended, or lost its connection: it says why, or had "
+                    "fewer batches"
+                )
+                raise RankError(text) from e
+            if _LATE in str(e):
+                text = (
+                    f"a rank that rank {self.rank} waits for has not come within the time limit of the process group: "
+                    "all ranks have to call the model as often, and to go backward as often"
+                )
                 raise RankError(text) from e
             raise
         finally:

@@ -94,14 +94,20 @@ def test_a_prediction_and_its_explanation_say_the_same():
     graphs = graphs_of()
     lines = str(predict(graphs, SLOW)).splitlines()
     assert [line[:14].rstrip() for line in lines] == ["step", "lower bound", "memory"]
-    assert "on small: compute" in lines[0] and "set by shard" in lines[1] and "MiB at the peak" in lines[2]
+    assert "on small: compute" in lines[0] and "set by communication (shard)" in lines[1]
+    assert " B at the peak" in lines[2]
     explained = [line.strip() for line in str(explain([graphs], SLOW)).splitlines()]
     assert explained[1].startswith("schedule      as the options say") and explained[3:6] == lines
 
 
 @pytest.mark.parametrize(
     "seconds, num_bytes, texts",
-    [(0.0123, 3 << 20, ("12.3 ms", "3 MiB")), (1.5, 70 << 30, ("1.5 s", "70 GiB")), (0.0, 0, ("0 ms", "0 MiB"))],
+    [
+        (0.0123, 3 << 20, ("12.3 ms", "3 MiB")),
+        (1.5, 70 << 30, ("1.5 s", "70 GiB")),
+        (0.0, 0, ("0 ms", "0 B")),
+        (1.0, 1536, ("1 s", "1.5 KiB")),
+    ],
 )
 def test_units_fit_what_they_count(seconds, num_bytes, texts):
     assert (time_text(seconds), bytes_text(num_bytes)) == texts

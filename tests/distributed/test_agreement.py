@@ -1,6 +1,7 @@
 """Ranks that would not run the same collectives: an error on all of them, soon, and nothing where they may differ."""
 
 import copy
+import datetime
 import functools
 import time
 
@@ -137,6 +138,19 @@ def evaluate_on_one_rank(later):
         return str(e), time.monotonic() - begin
 
 
+def run_fewer_batches():
+    """Rank 1 has a batch less, and stands in a barrier."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=10))
+    model = fsdp_compile(made(), process_group=group, backend="aot_eager")
+    try:
+        for _ in range(3 - dist.get_rank()):
+            model(torch.ones(4, 8)).backward()
+    except RankError as e:
+        return str(e)
+    finally:
+        dist.barrier()
+
+
 def come_late():
     """Rank 1 does not call the model before rank 0 has stopped waiting."""
     model = fsdp_compile(made(), backend="aot_eager")
@@ -187,6 +201,11 @@ def test_a_rank_whose_branch_needs_a_plan_stops_all():
         assert text == again == results[0][0]
         assert "a program that reads" in text
         assert seconds < SOON
+
+
+def test_a_rank_with_fewer_batches_stops_the_others_at_the_time_limit():
+    text, _ = parted(run_fewer_batches)
+    assert "a rank that rank 0 waits for has not come within the time limit of the process group" in text
 
 
 def test_a_rank_that_does_not_come_is_named():
