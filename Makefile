@@ -31,6 +31,7 @@ $(INSTALLED): $(PACKAGE)
 demo: $(PACKAGE)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py \
 	    --checkpoint $(DEMO)/checkpoint --out $(DEMO)/graphs --losses $(DEMO)/losses.jsonl --time-limit 300
+	@echo; echo "the unsharded model, in eager on one process, for the same 20 losses:"
 	$(BIN)/python examples/train_gpt.py --reference --steps 20 --compare $(DEMO)/losses.jsonl
 	@echo; echo "$(DEMO)/graphs/report.html is for a browser; schedule.txt begins:"; head -n 24 $(DEMO)/graphs/schedule.txt
 

@@ -201,7 +201,8 @@ class ShardedMethods(nn.Module):
             optimizer: "adam", "sgd" or "momentum".
             html: a file to write the schedules of all graphs to, as a page for a browser.
             schedule: a file to write the schedule of the last graph to, for `fsdp-compile report`.
-            measured: a profiler that has recorded steps of the last graph, and nothing else, to compare with.
+            measured: a profiler that has recorded steps of the last graph, and nothing else; the one of median length
+                is compared with the plan.
 
         Raises:
             ConfigError: no such hardware or optimizer; nothing was compiled that could be written or compared; the

@@ -26,7 +26,7 @@ _WIDTH = 110  # columns that the table needs
 
 
 def measured_schedule(planned: Schedule, profiler: torch.profiler.profile) -> Schedule:
-    """The last step that a profiler saw, in the terms of its plan, without memory.
+    """The step of median length that a profiler saw, in the terms of its plan, without memory.
 
     What is computed between two collectives or waits is one block, or one for each unit, if it is of several: their
     parts of the time are as planned. The step begins with its first collective.
@@ -52,8 +52,10 @@ def measured_schedule(planned: Schedule, profiler: torch.profiler.profile) -> Sc
             f"the profile has {len(seen)} collectives and waits, and a step of these graphs {sum(counts)}: "
             "profile whole steps of forward and backward, and no other collectives"
         )
-    last = iter(seen[-sum(counts) :])
-    spans = [[next(last) for _ in range(count)] for count in counts]
+    steps = [seen[begin : begin + sum(counts)] for begin in range(0, len(seen), sum(counts))]
+    steps.sort(key=lambda step: step[-1][1] - step[0][0])
+    median = iter(steps[(len(steps) - 1) // 2])
+    spans = [[next(median) for _ in range(count)] for count in counts]
     zero = spans[0][0][0]
     times = [(span[0][0] - zero, span[-1][1] - zero) for span in spans]
     blocks = list(_measured(planned.blocks, calls, times))
