@@ -432,6 +432,12 @@ SECTIONS: dict[str, list[Case]] = {
             "distributed/test_checkpointing.py::test_a_selective_policy_decides_what_is_saved",
         ),
         case(
+            "composable checkpointing (torch.distributed._composable), compiled",
+            NOT_CHECKED,
+            NOT_CHECKED,
+            "distributed/test_checkpointing.py::test_modules_with_composable_checkpointing_train",
+        ),
+        case(
             "dropout under activation_memory_budget < 1",
             WRONG,
             WRONG,

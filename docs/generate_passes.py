@@ -56,7 +56,7 @@ def _of(name: str) -> ModuleType:
 def _pass_section(module: ModuleType) -> str:
     [found] = [value for value in vars(module).values() if _is_pass(value, module)]
     parts = [f"## {found.__name__}", _in_prose(module)]
-    if fields := dataclasses.fields(found):
+    if fields := [field for field in dataclasses.fields(found) if field.metadata.get("for") != "debugging"]:
         names = ", ".join(f"`{field.name}: {field.type} = {_default(field)}`" for field in fields)
         meaning = _paragraphs(inspect.getdoc(found)).replace("; see the module's text", "")
         parts.append(f"Options: {names}. {meaning}")

@@ -166,6 +166,8 @@ def _doctor(options: argparse.Namespace) -> None:
 
 def _calibrate(options: argparse.Namespace) -> None:
     device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no GPU that torch can use")
     if device.type == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     initialise_from_environment(device)

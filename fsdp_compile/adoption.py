@@ -6,6 +6,7 @@ So models can be sharded from the bottom up, one module after another, and run a
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 
 import torch.nn as nn
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ConfigError
 from .layout import Layout
+from .passes import ops
 from .reading import install_reads
 from .runtime.flat_shard import FlatShard
 from .runtime.groups import num_shards_of
@@ -28,7 +30,7 @@ def sharded_parts(model: nn.Module) -> dict[str, nn.Module]:
         ConfigError: the model itself is sharded, or a part of it together with a module that is not in the model.
     """
     if is_sharded(model):
-        raise ConfigError("the model is sharded already")
+        raise ConfigError("the model is sharded already: call it as it is, or shard a new one")
     parts = {name: module for name, module in model.named_modules() if is_sharded(module)}
     held = set(parts.values())
     for name, part in parts.items():
@@ -118,8 +120,11 @@ def _merge_schedules(inner: Sharding, sharding: Sharding, new_name: Callable[[st
 def _rename(shard: FlatShard, new_name: Callable[[str], str]) -> None:
     layout: Layout = shard.layout
     slots = tuple(dataclasses.replace(slot, parameter=new_name(slot.parameter)) for slot in layout.slots)
-    unit, separator, kind = layout.bucket.partition("/")
-    shard.change_layout(dataclasses.replace(layout, slots=slots, bucket=f"{new_name(unit)}{separator}{kind}"))
+    unit, kind = ops.unit_of_bucket(layout.bucket), ops.kind_of_bucket(layout.bucket)
+    shard.change_layout(dataclasses.replace(layout, slots=slots, bucket=ops.bucket_of_unit(new_name(unit), kind)))
+
+
+_PIECES = re.compile(r"\+(?=\d+(?:\.|$))")  # between the parts of the name of a unit of a list
 
 
 def _renaming(inner: Sharding, parts: Mapping[str, nn.Module]) -> Callable[[str], str]:
@@ -134,7 +139,7 @@ def _renaming(inner: Sharding, parts: Mapping[str, nn.Module]) -> Callable[[str]
         """Names begin with the place in the list, as those of a ModuleList do; units of lists are sums of names."""
         if name == "root":
             return "+".join(prefixes)
-        places = [piece.partition(".") for piece in name.split("+")]
+        places = [piece.partition(".") for piece in _PIECES.split(name)]
         return "+".join(f"{prefixes[int(place)]}{dot}{rest}" for place, dot, rest in places)
 
     return new_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,23 +17,36 @@ from torch.utils._pytree import tree_map_only
 
 from .adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
 from .backend import CompileAs
-from .capture import capture_only, check_options
-from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig, check_strategy, num_bytes_of
+from .capture import capture_only, inductor_options
+from .config import (
+    CompileConfig,
+    OffloadConfig,
+    Reduction,
+    ScheduleConfig,
+    check_bool,
+    check_call,
+    check_strategy,
+    listed,
+    num_bytes_of,
+)
 from .costs.calibrate import calibrate
 from .costs.hardware import Hardware, find_hardware, hardware_of_gpu
-from .errors import ConfigError
+from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
 from .layout import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
+from .newcomers import newcomers, places_left, refuse
 from .passes import ops
 from .passes.pipeline import Pass
 from .precision import find_precision, install_casts
 from .reading import off_meta, reading_copy
 from .runtime.agreement import agreement_of
 from .runtime.groups import device_of, num_shards_of, resolve_mesh
+from .runtime.wrappers import refuse_wrapped
 from .scheduling import Goal, Planner
 from .sharded_module import become_sharded
 from .sharding import (
     Plan,
+    check_dense,
     check_modules,
     check_not_sharded,
     compute_device,
@@ -44,8 +57,19 @@ from .sharding import (
     sharding_of,
 )
 from .statements import statement_of_plan
-from .strategies import Auto, best_strategy, candidates, check_example_inputs, check_open, first_ranks_choice, is_auto
+from .strategies import (
+    Auto,
+    Choice,
+    best_strategy,
+    candidates,
+    check_example_inputs,
+    check_open,
+    first_ranks_choice,
+    is_auto,
+)
 from .units import Unit, find_units
+
+_MOST_RANKS = 2**31
 
 
 def fsdp_compile(
@@ -129,8 +153,9 @@ def fsdp_compile(
     Raises:
         ConfigError: an argument or the model asks for something that is not supported; the model is untouched.
     """
-    config = CompileConfig(backend, fullgraph or (memory_budget is not None and fullgraph is False), dynamic, options)
-    check_options(options)
+    config = CompileConfig(backend, fullgraph, dynamic, inductor_options(options))
+    if memory_budget is not None:
+        config = dataclasses.replace(config, fullgraph=True)
     shard(
         model,
         mesh,
@@ -187,13 +212,15 @@ def shard(
     `torch.compile(model, backend="fsdp")` compiles it to the graphs that `fsdp_compile` makes. The arguments are those
     of `fsdp_compile`; the ones about the schedule take effect when the model is compiled.
     """
-    if not isinstance(sync_module_states, bool):
-        raise ConfigError(f"sync_module_states is a bool, not {sync_module_states!r}")
-    if not isinstance(check_gradients, bool):
-        raise ConfigError(f"check_gradients is a bool, not {check_gradients!r}")
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise ConfigError(f"param_init_fn is a callable that takes a module, not {param_init_fn!r}")
-    ignored_params = None if ignored_params is None else list(ignored_params)
+    check_bool("sync_module_states", sync_module_states)
+    check_bool("check_gradients", check_gradients)
+    if param_init_fn is not None:
+        if not callable(param_init_fn) or isinstance(param_init_fn, type):
+            raise ConfigError(f"param_init_fn is a function that takes a module, not {param_init_fn!r}")
+        check_call("param_init_fn", param_init_fn, "module")
+    ignored_params = _ignored(ignored_params)
+    if isinstance(auto_wrap_policy, Iterator):  # several strategies may be tried
+        auto_wrap_policy = list(auto_wrap_policy)
     reason = None
     check_example_inputs(sharding_strategy, example_inputs)
     if is_auto(sharding_strategy):
@@ -242,6 +269,8 @@ def shard(
     resolved = resolve_mesh(
         mesh, process_group, device, strategy, is_offloaded=offload.is_on, local_world_size=local_world_size
     )
+    if resolved is not None:
+        check_dense(model, set(parameters.values()))
     schedule.reshard_of_unit([unit.name for unit in units], num_shards_of(resolved))
     plan = Plan(
         units,
@@ -266,6 +295,7 @@ def shard(
     sharding.reason = reason
     adopt(model, parts, sharding)
     note_sharding(model, sharding)
+    sharding.left = places_left(model)
     become_sharded(model)
     return model
 
@@ -289,7 +319,7 @@ def _choose(
     memory_budget: int | str | None,
     hardware: Hardware | str | None,
     *,
-    ignored_params: list[nn.Parameter] | None,
+    ignored_params: list[nn.Parameter],
     **options: Any,
 ) -> _Chosen:
     """Choose the strategy, on the first rank, for all. Every rank of the mesh calls this; `options` are `rewrite`'s."""
@@ -315,7 +345,14 @@ def _choose(
         goal_of(hardware),
         None if is_given else ranks_per_node,
     )
-    strategy, reason = first_ranks_choice(resolved, lambda: best_strategy(rewrites, goal_of(hardware)))
+
+    def choose() -> Choice:
+        try:
+            return best_strategy(rewrites, goal_of(hardware))
+        except CaptureError as e:
+            raise CaptureError(f"sharding_strategy='auto' calls the model with example_inputs: {e}") from e
+
+    strategy, reason = first_ranks_choice(resolved, choose)
     if strategy is ShardingStrategy.HYBRID_SHARD:
         resolved = resolve_mesh(None, None, device, strategy, local_world_size=ranks_per_node)
     return _Chosen(strategy, reason, resolved, None, hardware)
@@ -383,7 +420,10 @@ def rewrite(
         CaptureError: the call cannot be traced as one graph.
     """
     found = None if hardware is None else find_hardware(hardware)
-    if collective_lowering == "auto" and found is None:
+    ignored_params = _ignored(ignored_params)
+    if isinstance(auto_wrap_policy, Iterator):  # several strategies may be tried
+        auto_wrap_policy = list(auto_wrap_policy)
+    if is_auto(collective_lowering) and found is None:
         raise ConfigError("collective_lowering='auto' depends on a process group: choose 'packed' or 'grouped'")
     if memory_budget is not None and found is None:
         raise ConfigError("memory_budget needs hardware= to plan for")
@@ -400,7 +440,7 @@ def rewrite(
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
             collective_lowering=collective_lowering,
-            ignored_params=None if ignored_params is None else list(ignored_params),
+            ignored_params=ignored_params,
             gradient_reduction=gradient_reduction,
             passes=passes,
             **kwargs,
@@ -430,6 +470,8 @@ def rewrite(
     names = [unit.name for unit in units]
     schedule.check_globs(names)
     precision = find_precision(model, mp_policy, _modules_of(units, model))
+    if axes.everyone.size > 1:
+        check_dense(model, set(parameters.values()))
     placement = Placement(axes, reduction, precision.policy_of_parameter)
     layouts = lay_out(units, placement) if axes.everyone.size > 1 else []
     reshard = schedule.reshard_of_unit(names, axes.shards.size).values()
@@ -451,26 +493,34 @@ def _alone(program: str, make: Callable[[], str]) -> str:
 
 def _axes_of_size(world_size: object, strategy: ShardingStrategy) -> Axes:
     sizes: Any = world_size if isinstance(world_size, tuple) and len(world_size) == 2 else (1, world_size)
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-        raise ConfigError(f"world_size is a positive int or a pair of them, not {world_size!r}")
+    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 < size < _MOST_RANKS for size in sizes):
+        raise ConfigError(f"world_size is a positive int (below 2**31) or a pair of them, not {world_size!r}")
     everyone = Axis(sizes[0] * sizes[1], "shard" if sizes[0] == 1 else "world")
     if strategy is ShardingStrategy.NO_SHARD:
         return Axes(NO_AXIS, everyone, everyone)
     return Axes(Axis(sizes[1], "shard"), Axis(sizes[0], "replicate") if sizes[0] > 1 else NO_AXIS, everyone)
 
 
-def _check_model(model: object, ignored_params: Iterable[nn.Parameter] | None) -> dict[str, nn.Parameter]:
+def _ignored(ignored_params: object) -> list[nn.Parameter]:
+    return [] if ignored_params is None else listed("ignored_params", ignored_params, "parameters")
+
+
+def _check_model(model: object, ignored: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
     """The parameters to shard, by name; raises ConfigError for a model that cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is an nn.Module, not {type(model).__name__}")
-    ignored = list(ignored_params or ())
     held = set(model.parameters())
     for parameter in ignored:
         if not isinstance(parameter, nn.Parameter) or parameter not in held:
             found = f"a tensor of shape {tuple(parameter.shape)}" if torch.is_tensor(parameter) else repr(parameter)
             raise ConfigError(f"ignored_params holds parameters of the model, and {found} is none")
-    left_out = {*ignored, *adopted_parameters(model, sharded_parts(model))}
+    parts = sharded_parts(model)
+    for name, part in parts.items():
+        came = newcomers(part, sharding_of(part).left)
+        refuse([f"{name}.{inner}" for inner, parameter in came.items() if parameter not in set(ignored)], name)
+    left_out = {*ignored, *adopted_parameters(model, parts)}
     parameters = {name: value for name, value in model.named_parameters() if value not in left_out}
+    refuse_wrapped(model, set(parameters.values()))
     check_not_sharded(parameters)
     check_parameters(parameters)
     check_modules(model, set(parameters.values()))

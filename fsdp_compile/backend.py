@@ -12,17 +12,18 @@ import torch
 import torch.fx
 import torch.nn as nn
 
-from .capture import BucketGradient, Capture, check_options, compile_module
+from .capture import Capture, compile_module, inductor_options
 from .config import CompileConfig
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .passes.pipeline import Pipeline
 from .runtime import kernels  # noqa: F401  registers the kernels of the operators in captured graphs
 from .runtime.agreement import Agreement, Line
+from .runtime.backward import CompiledBackward
 from .runtime.flat_shard import FlatShard
-from .runtime.gradients import note_gradients_of, take_accumulated
+from .runtime.places import Place
 from .sharding import Sharding, sharding_of
-from .statements import groups_of, statement_of_graphs
+from .statements import groups_of, places_of_graphs, statement_of_graphs
 
 Compiled = Callable[..., Any]
 
@@ -38,11 +39,11 @@ def fsdp(
     Raises:
         ConfigError: when the compiled model is first called, if it was never sharded.
     """
-    check_options(options)
+    config = CompileConfig(options=inductor_options(options))
     shardings = _shardings(example_inputs)
     if not shardings and any(isinstance(value, nn.Parameter) for value in example_inputs):
         return _refuse
-    return compile_graph(gm, example_inputs, shardings, CompileConfig(options=options))
+    return compile_graph(gm, example_inputs, shardings, config)
 
 
 def backend_for(sharding: Sharding, config: CompileConfig) -> Callable[..., Compiled]:
@@ -73,34 +74,42 @@ class CompileAs:
 def compile_graph(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], shardings: list[Sharding], config: CompileConfig
 ) -> Compiled:
-    """Rewrite and compile a graph that reads parameters of `shardings`."""
+    """Rewrite and compile a graph that reads parameters of `shardings`.
+
+    Raises:
+        ConfigError: their models were given trainable parameters since.
+    """
+    _refuse_newcomers(shardings)
     shards_of_bucket: dict[str, list[weakref.ref[FlatShard]]] = {}
     for value in example_inputs:
         if (shard := getattr(value, "fsdp_flat_shard", None)) is not None:
             shards_of_bucket.setdefault(shard.layout.bucket, []).append(weakref.ref(shard))
 
+    others = [index for index, value in enumerate(example_inputs) if not hasattr(value, "fsdp_flat_shard")]
     references = [weakref.ref(sharding) for sharding in shardings]
     agreed = _Agreed([found for found in dict.fromkeys(sharding.agreement for sharding in shardings) if found])
 
+    backward = CompiledBackward(references, shards_of_bucket, others)
+
     def on_graphs(graphs: RewrittenGraphs) -> None:
+        backward.dependence = graphs.dependence
         agreed.compare(graphs)
         for sharding in filter(None, [reference() for reference in references]):
             sharding.graphs.append(graphs)
 
-    def on_backward(gradients: Sequence[BucketGradient], arguments: dict[str, Any]) -> None:
-        for gradient in gradients:
-            shards = [reference() for reference in shards_of_bucket[gradient.bucket]]
-            for shard in filter(None, shards):
-                note_gradients_of(shard, gradient.offsets, is_kept=gradient.is_kept)
-                if (name := gradient.accumulated) is not None:
-                    arguments[name] = take_accumulated(shard, arguments[name])
-
     pipeline, plan = _common_pipeline(shardings, config)
     generates_code = config.backend == "inductor"
     capture = Capture(
-        pipeline, plan, on_graphs, on_backward, agreed.running, generates_code, dict(config.options or {})
+        pipeline, plan, on_graphs, backward.begin, agreed.running, generates_code, dict(config.options or {})
     )
     return capture.compile(gm, example_inputs)
+
+
+def _refuse_newcomers(shardings: list[Sharding]) -> None:
+    """Whatever a model was given, Dynamo compiles anew for it."""
+    for sharding in shardings:
+        if (module := sharding.running.module) is not None and sharding.running.with_grad:
+            sharding.refuse_newcomers(module)
 
 
 @dataclasses.dataclass
@@ -109,19 +118,21 @@ class _Agreed:
 
     agreements: list[Agreement]
     statement: list[Line] = dataclasses.field(default_factory=list)
+    places: dict[str, Place] = dataclasses.field(default_factory=dict)
 
     def compare(self, graphs: RewrittenGraphs) -> None:
         """Once it is rewritten; RankError if another rank's has other collectives."""
-        self.statement = statement_of_graphs(graphs)
+        self.statement, self.places = statement_of_graphs(graphs), places_of_graphs(graphs)
         for agreement in self.agreements if self.statement else ():
             agreement.agree_on_graph(self.statement, groups_of(graphs))
 
     @contextmanager
     def running(self, is_forward: bool) -> Iterator[None]:
         """While it runs, or its backward does."""
+        place = self.places.get("forward" if is_forward else "backward")
         with ExitStack() as stack:
             for agreement in self.agreements if self.statement else ():
-                stack.enter_context(agreement.running(self.statement if is_forward else ()))
+                stack.enter_context(agreement.running(self.statement if is_forward else (), place))
             yield
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import json
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from .dependence import Paths
 from .errors import CaptureError, ConfigError, PassError, RankError, VerifyError
 from .graphs import Draft, RewrittenGraphs
 from .passes import analysis, ops
@@ -31,12 +33,17 @@ from .passes.partition_joint import Halves
 from .passes.pipeline import Pipeline
 from .passes.plan import StepPlan
 from .runtime.compilations import Compilations
+from .runtime.given import HasGradient, Results
 from .runtime.gradients import shard_of
-from .runtime.inductor import Fences, fast_matmuls, whole_copies
+from .runtime.inductor import Fences, fast_matmuls, generator_digest, whole_copies
 from .runtime.kernels import capturing
 
 MakePlan = Callable[[str, Draft], StepPlan | None]
 """(program, draft) to the plan of a program; `scheduling.Planner.plan` explains both."""
+
+
+Finish = Callable[[list[Any]], None]
+"""What is left to do when a compiled backward has run, with what that returns, which may be replaced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +62,25 @@ class BucketGradient:
     accumulated: str | None
 
 
-_KEEP_SCHEDULE = {  # what Inductor would otherwise do to the order of the nodes
+_REORDERING = {  # what Inductor would otherwise do to the order of the nodes, or to collectives, in some version
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
     "reorder_for_compute_comm_overlap": False,
+    "aten_distributed_optimizations.allow_comms_decompositions": False,
+    "aten_distributed_optimizations.enable_low_contention_collectives": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "aten_distributed_optimizations.enable_simple_overlap": False,  # on by default, from torch 2.14 on
+    "bucket_all_gathers_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "combo_kernels": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
+    "_fuse_ddp_communication": False,
+    "_micro_pipeline_tp": False,
+    "_post_fusion_custom_pass": None,
     "_pre_fusion_custom_pass": Fences(),
 }
+_KEEP_SCHEDULE = {name: value for name, value in _REORDERING.items() if name in torch._inductor.list_options()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +91,8 @@ class Capture:
         pipeline: the passes for a plan; for None, without one.
         plan: makes plans; None for a schedule that follows from the options alone.
         on_graphs: called with the rewritten graphs before they are compiled.
-        on_backward: called whenever a compiled backward runs, with what it does and its arguments by name; it may
-            replace these.
+        on_backward: called whenever a compiled backward runs, with what it does, its arguments by name, which it may
+            replace, and which gradients eager would have (None: all).
         running: a context for a forward, or not, while its compiled graph runs.
         generates_code: whether Inductor compiles the graphs, or they run as they are.
         options: Inductor's, by name.
@@ -81,7 +101,7 @@ class Capture:
     pipeline: Callable[[StepPlan | None], Pipeline]
     plan: MakePlan | None
     on_graphs: Callable[[RewrittenGraphs], None]
-    on_backward: Callable[[Sequence[BucketGradient], dict[str, Any]], None]
+    on_backward: Callable[[Sequence[BucketGradient], dict[str, Any], HasGradient | None], Finish]
     running: Callable[[bool], AbstractContextManager[None]] = lambda is_forward: nullcontext()
     generates_code: bool = True
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -93,7 +113,8 @@ class Capture:
             ConfigError: the graph writes to a parameter.
         """
         refuse_writes(gm.graph, sharded_inputs(gm.graph, example_inputs))
-        partitioner = Partitioner(self)
+        results = Results()
+        partitioner = Partitioner(self, results, Paths.note(gm, example_inputs))
 
         def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             if kwargs.get("is_inference"):
@@ -102,7 +123,7 @@ class Capture:
                 compiled = (
                     compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph, inputs)
                 )
-            return self._noting(compiled, graph, partitioner.gradients) if kwargs.get("is_backward") else compiled
+            return self._noting(compiled, graph, partitioner) if kwargs.get("is_backward") else compiled
 
         patches = {"custom_partitioner_fn": partitioner, **self.options}
         if _reads_shards(gm):
@@ -114,8 +135,11 @@ class Capture:
             compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
 
         def run(*arguments: Any) -> Any:
+            before = results.nodes_of(arguments)
             with self.running(True):
-                return compiled(*arguments)
+                outputs = compiled(*arguments)
+            results.watch(arguments, outputs, before)
+            return outputs
 
         return run
 
@@ -128,17 +152,20 @@ class Capture:
         self.on_graphs(RewrittenGraphs.of(self.pipeline(plan).rewrite_inference(gm), plan=plan))
 
     def _noting(
-        self, compiled: Callable[..., Any], graph: torch.fx.GraphModule, gradients: Sequence[BucketGradient]
+        self, compiled: Callable[..., Any], graph: torch.fx.GraphModule, partitioner: Partitioner
     ) -> Callable[..., Any]:
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
 
         def run(arguments: list[Any]) -> Any:
             value_of_name = dict(zip(names, arguments, strict=True))
-            self.on_backward(gradients, value_of_name)
-            arguments[:] = value_of_name.values()
-            value_of_name.clear()  # the compiled code frees its arguments as early as it can
+            has_gradient = partitioner.results.in_running_backward()
             with self.running(False):
-                return compiled(arguments)
+                finish = self.on_backward(partitioner.gradients, value_of_name, has_gradient)
+                arguments[:] = value_of_name.values()
+                value_of_name.clear()  # the compiled code frees its arguments as early as it can
+                returned = list(compiled(arguments))
+                finish(returned)
+            return returned
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
         return run
@@ -231,8 +258,8 @@ def activations_are_free() -> bool:
 class Partitioner(CustomPartitionerFn):
     """Where Inductor asks for a partition of the joint graph, the pipeline runs."""
 
-    def __init__(self, capture: Capture) -> None:
-        self.capture = capture
+    def __init__(self, capture: Capture, results: Results, paths: Paths | None) -> None:
+        self.capture, self.results, self.paths = capture, results, paths
         self.gradients: list[BucketGradient] = []
 
     def __call__(
@@ -251,21 +278,26 @@ class Partitioner(CustomPartitionerFn):
             halves = split.of(plan.activations if plan else None)
         forward, backward = self.capture.pipeline(plan).rewrite_halves(halves)
         self.gradients += bucket_gradients(backward.scheduled.graph)
-        self.capture.on_graphs(RewrittenGraphs.of(forward, backward, plan))
+        if self.paths is not None:
+            self.results.dependence = self.paths.dependence()
+        self.capture.on_graphs(RewrittenGraphs.of(forward, backward, plan, self.results.dependence))
         return forward.lowered, backward.lowered
 
     def uuid(self) -> str:
         """For Inductor's cache of generated code, whose key contains the graphs that we return."""
-        return "fsdp_compile"
+        return f"fsdp_compile {generator_digest().hex()} {self.capture.pipeline(None)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.uuid(),)  # the key of that cache also pickles us, as a part of Inductor's configuration
 
 
 def _program(kind: str, graph: torch.fx.Graph) -> str:
-    """What a plan is made for: the parameters in the order in which they are read, whatever the inputs' shapes."""
+    """What a plan is made for, as JSON: its kind, and the parameters in the order in which they are read.
+
+    The shapes of inputs are not in it.
+    """
     read = [ops.argument(node, "parameter") for node in graph.nodes if ops.is_call(node, ops.UNSHARD)]
-    return " ".join([kind, *read])
+    return json.dumps([kind, *read])
 
 
 def bucket_gradients(backward: torch.fx.Graph) -> list[BucketGradient]:
@@ -328,7 +360,7 @@ def capture_only(
         def stop(graphs: RewrittenGraphs) -> None:
             raise _Captured(graphs)
 
-        return Capture(pipeline, plan, stop, lambda gradients, arguments: None).compile(gm, example_inputs)
+        return Capture(pipeline, plan, stop, lambda *_: lambda returned: None).compile(gm, example_inputs)
 
     try:
         # Sizes stay numbers, whatever those of other calls were; and by its own name, this makes no symbols of those.
@@ -380,11 +412,34 @@ def _calling(model: torch.nn.Module, prefix: str = "") -> Callable[..., Any]:
     return call
 
 
-def check_options(options: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError for options that Inductor does not have, or that would undo the schedule."""
+def inductor_options(options: object) -> dict[str, Any]:
+    """The options by the names that Inductor has for them.
+
+    Raises:
+        ConfigError: Inductor does not have one, or not with a value of this type, or it would undo the schedule.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(f"options is a map from names of Inductor's options, not {options!r}")
     known = torch._inductor.list_options()
-    for name in options or {}:
-        if name.replace("-", "_") not in known:
-            raise ConfigError(f"options: Inductor has no option {name!r}")
+    found = {}
+    for given, value in (options or {}).items():
+        name = given.replace("-", "_") if isinstance(given, str) else given
+        if name not in known:
+            raise ConfigError(f"options: Inductor has no option {given!r}")
         if name in _KEEP_SCHEDULE or name == "custom_partitioner_fn":
-            raise ConfigError(f"options: {name} would undo the schedule of the rewritten graphs")
+            raise ConfigError(f"options: {given} would undo the schedule of the rewritten graphs")
+        kind = torch._inductor.config.get_type(name)  # type: ignore[attr-defined]
+        if not _is_of(value, kind):
+            raise ConfigError(f"options: {given} is of the type {getattr(kind, '__name__', kind)}, not {value!r}")
+        found[name] = value
+    return found
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Whether an option that Inductor declares as of this type may have the value; yes, where only a call can tell."""
+    if kind is type(None):  # declared by its default only
+        return True
+    try:
+        return isinstance(value, kind) or (isinstance(value, int) and isinstance(0.0, kind))
+    except TypeError:  # of generic types, such as list[str]
+        return True

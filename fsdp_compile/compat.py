@@ -7,8 +7,9 @@ becomes a part of the program of what is wrapped around it.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -40,6 +41,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from .api import fsdp_compile, shard
+from .config import CompileConfig, OffloadConfig, check_bool, check_dtype, listed
 from .errors import ConfigError
 from .full_parameters import SummonOptions, summon
 from .sharded_module import become_sharded_together, register_fsdp_forward_method
@@ -48,6 +50,7 @@ from .sharding import Sharding, is_sharded, sharding_of
 __all__ = ["FSDPModule", "FullyShardedDataParallel", "fully_shard", "register_fsdp_forward_method"]
 
 
+_MOST_GPUS = 128  # that torch.device can name
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
 
 
@@ -77,6 +80,8 @@ def fully_shard(
     """
     if shard_placement_fn is not None:
         raise ConfigError("shard_placement_fn is not supported: parameters are sharded on dim 0")
+    CompileConfig(backend)  # of a list, nothing is compiled by itself
+    ignored = [] if ignored_params is None else listed("ignored_params", ignored_params, "parameters")
     whole: nn.Module = module if isinstance(module, nn.Module) else nn.ModuleList(_outermost(module))
     is_list = whole is not module
     apply: Callable[..., nn.Module] = shard if is_list else partial(fsdp_compile, backend=backend)
@@ -87,9 +92,9 @@ def fully_shard(
         mesh,
         auto_wrap_policy=[whole],
         reshard_after_forward=reshard_after_forward,
-        mp_policy=dict.fromkeys(["", *members], mp_policy) if mp_policy and is_list else mp_policy,
+        mp_policy=mp_policy if mp_policy is None or not is_list else dict.fromkeys(["", *members], mp_policy),
         offload_policy=offload_policy,
-        ignored_params=[parameter for parameter in ignored_params or () if parameter in held],
+        ignored_params=[item for item in ignored if not isinstance(item, nn.Parameter) or item in held],
         sync_module_states=False,
     )
     if is_list:
@@ -160,29 +165,33 @@ class FullyShardedDataParallel(metaclass=_Sharded):
             if isinstance(auto_wrap_policy, BackwardPrefetch):
                 backward_prefetch = auto_wrap_policy
             sharding_strategy, cpu_offload, auto_wrap_policy = None, sharding_strategy, cpu_offload
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"module is an nn.Module, not {type(module).__name__}")
+        flags = {"forward_prefetch": forward_prefetch, "limit_all_gathers": limit_all_gathers}
+        for name, flag in {**flags, "use_orig_params": use_orig_params}.items():
+            check_bool(name, flag)
         if not limit_all_gathers:
             raise ConfigError("limit_all_gathers=False is not supported: a schedule limits what is gathered ahead")
-        policy = auto_wrap_policy if fsdp_auto_wrap_policy is None else fsdp_auto_wrap_policy
-        if device_id is not None:
-            module.to(
-                torch.device(device_id) if isinstance(device_id, torch.device) else torch.device("cuda", device_id)
+        if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+            raise ConfigError(f"device_mesh is a DeviceMesh, not {device_mesh!r}")
+        OffloadConfig.of(cpu_offload, "cpu_offload")
+        left_alone = _ignored(ignored_modules, ignored_states)
+        with _moved(module, device_id):
+            sharded = fsdp_compile(
+                module,
+                device_mesh,
+                process_group=process_group,
+                auto_wrap_policy=_policy(auto_wrap_policy, fsdp_auto_wrap_policy, module),
+                sharding_strategy=ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy,
+                mp_policy=None if mixed_precision is None else _mp_policy(mixed_precision, module),
+                offload_policy=cpu_offload,
+                backward_prefetch=backward_prefetch,
+                ignored_params=_parameters_of(left_alone, module),
+                param_init_fn=param_init_fn,
+                sync_module_states=sync_module_states,
+                backend=backend,
             )
-        sharded = fsdp_compile(
-            module,
-            device_mesh,
-            process_group=process_group,
-            auto_wrap_policy=[module] if policy is None else _policy(policy),
-            sharding_strategy=sharding_strategy or ShardingStrategy.FULL_SHARD,
-            mp_policy=None if mixed_precision is None else _mp_policy(mixed_precision, module),
-            offload_policy=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            ignored_params=_ignored(module, ignored_modules, ignored_states),
-            param_init_fn=param_init_fn,
-            sync_module_states=sync_module_states,
-            backend=backend,
-        )
         if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
-            left_alone = (*(ignored_modules or ()), *(ignored_states or ()))
             _cast_buffers(module, mixed_precision, [item for item in left_alone if isinstance(item, nn.Module)])
         return sharded
 
@@ -291,13 +300,53 @@ def _convert(module: nn.Module, state: dict[str, Any], config: StateDictConfig) 
         state.clear()
 
 
-def _policy(policy: Any) -> Any:
+@contextmanager
+def _moved(module: nn.Module, device_id: Any) -> Iterator[None]:
+    """Inside, what has values of the module is on the device; it is moved back if there is an error."""
+    if device_id is None:
+        yield
+        return
+    device = _device(device_id)
+    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+    before = [tensor.device for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device)
+        yield
+    except BaseException:
+        for tensor, was_on in zip(tensors, before, strict=True):
+            tensor.data = tensor.data.to(was_on)
+        raise
+
+
+def _device(device_id: Any) -> torch.device:
+    if isinstance(device_id, int) and not isinstance(device_id, bool) and 0 <= device_id < _MOST_GPUS:
+        return torch.device("cuda", device_id)
+    if isinstance(device_id, torch.device) and device_id.type != "meta":
+        return device_id
+    raise ConfigError(f"device_id is the number of a GPU, or a torch.device that has memory, not {device_id!r}")
+
+
+def _policy(policy: Any, of_torch_1_11: Any, module: nn.Module) -> Any:
     """A policy as `fsdp_compile` takes it; a callable of torch 1.11 names its third argument `unwrapped_params`."""
-    if inspect.isroutine(policy) and "unwrapped_params" in inspect.signature(policy).parameters:
+    if policy is not None and of_torch_1_11 is not None:
+        raise ConfigError("give an auto_wrap_policy or an fsdp_auto_wrap_policy, which is its name in torch 1.11")
+    if of_torch_1_11 is not None:
+        policy = of_torch_1_11
+    if policy is None:
+        return [module]
+    if _takes(policy, "unwrapped_params"):
         return lambda module, recurse, nonwrapped_numel: policy(
             module=module, recurse=recurse, unwrapped_params=nonwrapped_numel
         )
     return policy
+
+
+def _takes(function: Any, name: str) -> bool:
+    """Whether `function` is one that says that it takes an argument of this name."""
+    with suppress(TypeError, ValueError):
+        return callable(function) and name in inspect.signature(function).parameters
+    return False
 
 
 def _mp_policy(mixed: MixedPrecision, module: nn.Module) -> Any:
@@ -305,8 +354,11 @@ def _mp_policy(mixed: MixedPrecision, module: nn.Module) -> Any:
 
     Modules of the classes to ignore compute in fp32, and return what the rest computes in.
     """
+    if not isinstance(mixed, MixedPrecision):
+        raise ConfigError(f"mixed_precision is a MixedPrecision of torch.distributed.fsdp, not {mixed!r}")
     if mixed.keep_low_precision_grads:
         raise ConfigError("keep_low_precision_grads is not supported: gradients have the dtype of their parameters")
+    _check_mixed(mixed)
     casts = mixed.cast_forward_inputs or mixed.cast_root_forward_inputs
     policy = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=casts)
     ignored: dict[Any, MixedPrecisionPolicy] = {}
@@ -319,16 +371,33 @@ def _mp_policy(mixed: MixedPrecision, module: nn.Module) -> Any:
     return {"": policy, **ignored}
 
 
-def _ignored(
-    module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[nn.Parameter] | Iterable[nn.Module] | None
-) -> list[nn.Parameter]:
+def _check_mixed(mixed: MixedPrecision) -> None:
+    for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        check_dtype(f"mixed_precision: {field}", getattr(mixed, field))
+    for field in ("cast_forward_inputs", "cast_root_forward_inputs"):
+        check_bool(f"mixed_precision: {field}", getattr(mixed, field))
+    for kind in listed("mixed_precision: _module_classes_to_ignore", mixed._module_classes_to_ignore, "classes"):
+        if not isinstance(kind, type):
+            raise ConfigError(f"mixed_precision: _module_classes_to_ignore holds classes, not {kind!r}")
+
+
+def _ignored(modules: object, states: object) -> list[nn.Module | nn.Parameter]:
+    """What `ignored_modules` and `ignored_states` hold."""
+    found: list[nn.Module | nn.Parameter] = []
+    for name, given in (("ignored_modules", modules), ("ignored_states", states)):
+        items = [] if given is None else listed(name, given, "modules or parameters")
+        for item in items:
+            if not isinstance(item, (nn.Module, nn.Parameter)):
+                raise ConfigError(f"{name} holds modules or parameters, not {item!r}")
+        found += items
+    return found
+
+
+def _parameters_of(items: Iterable[nn.Module | nn.Parameter], module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `module` that are among these or in them."""
     held = set(module.parameters())
-    found: dict[nn.Parameter, None] = {}
-    for item in [*(modules or ()), *(states or ())]:
-        if not isinstance(item, (nn.Module, nn.Parameter)):
-            raise ConfigError(f"ignored_modules and ignored_states hold modules or parameters, not {item!r}")
-        found |= dict.fromkeys(item.parameters() if isinstance(item, nn.Module) else [item])
-    return [parameter for parameter in found if parameter in held]
+    parameters = [item.parameters() if isinstance(item, nn.Module) else [item] for item in items]
+    return [parameter for parameter in dict.fromkeys(itertools.chain(*parameters)) if parameter in held]
 
 
 def _cast_buffers(module: nn.Module, mixed: MixedPrecision, ignored: Iterable[nn.Module]) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
 import re
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 
 from .costs.hardware import Hardware
 from .errors import ConfigError
+from .globs import is_named
 from .passes.pipeline import Pass
 
 _BACKENDS = ("inductor", "aot_eager")
@@ -63,8 +65,7 @@ class ScheduleConfig:
         poison: bool = False,
     ) -> ScheduleConfig:
         """The configuration from the user's arguments; raises ConfigError for what they cannot mean."""
-        if collective_lowering not in _LOWERINGS:
-            raise ConfigError(f"collective_lowering is one of {_LOWERINGS}, not {collective_lowering!r}")
+        check_choice("collective_lowering", collective_lowering, _LOWERINGS)
         reshard = _reshard(reshard_after_forward)
         if strategy is ShardingStrategy.NO_SHARD and reshard is not None:
             raise ConfigError(f"reshard_after_forward={reshard!r} has no meaning with NO_SHARD: nothing is sharded")
@@ -97,14 +98,14 @@ class ScheduleConfig:
             return {}
         if not isinstance(setting, Mapping):
             setting = {"*": setting}
-        found = {unit: value for unit in units for glob, value in setting.items() if fnmatchcase(unit, glob)}
+        found = {unit: value for unit in units for glob, value in setting.items() if is_named(unit, glob)}
         return {unit: _divided(value, num_shards) for unit, value in found.items()}
 
     def check_globs(self, units: list[str]) -> None:
         """Raise ConfigError for a glob that matches no unit: it would be ignored in silence."""
         if isinstance(self.reshard_after_forward, Mapping):
             for glob in self.reshard_after_forward:
-                if not any(fnmatchcase(unit, glob) for unit in units):
+                if not any(is_named(unit, glob) for unit in units):
                     raise ConfigError(f"reshard_after_forward: {glob!r} matches none of the units {units}")
 
 
@@ -139,20 +140,20 @@ def _passes(passes: object) -> tuple[Any, ...]:
     if not isinstance(passes, (list, tuple)):
         raise ConfigError(f"passes is a list of passes, not {passes!r}")
     for each in passes:
-        if not callable(each) or not dataclasses.is_dataclass(each) or isinstance(each, type):
-            raise ConfigError(f"a pass is an object of a dataclass, called with a graph module, not {each!r}")
+        if not dataclasses.is_dataclass(each) or isinstance(each, type) or not callable(each):
+            raise ConfigError(f"passes: a pass is an object of a dataclass, called with a graph module, not {each!r}")
+        check_call("passes", each, "gm")
     return tuple(passes)
 
 
 def _distance(name: str, value: object, meanings: Mapping[object, int]) -> int:
-    if isinstance(value, str):
-        if value == "auto":
-            return 1
-    elif isinstance(value, (bool, int)):
-        if value >= 0:
-            return int(value)
-    elif value in meanings:
-        return meanings[value]
+    if isinstance(value, str) and value == "auto":
+        return 1
+    if isinstance(value, int) and value >= 0:
+        return int(value)
+    for meaning, distance in meanings.items():
+        if value is meaning:
+            return distance
     allowed = ", ".join(["'auto'", "an int >= 0", "a bool", *map(str, meanings)])
     raise ConfigError(f"{name} is one of {allowed}, not {value!r}")
 
@@ -167,10 +168,8 @@ class CompileConfig:
     options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.backend not in _BACKENDS:
-            raise ConfigError(f"backend is one of {_BACKENDS}, not {self.backend!r}")
-        if not isinstance(self.fullgraph, bool):
-            raise ConfigError(f"fullgraph is a bool, not {self.fullgraph!r}")
+        check_choice("backend", self.backend, _BACKENDS)
+        check_bool("fullgraph", self.fullgraph)
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise ConfigError(f"dynamic is None or a bool, not {self.dynamic!r}")
         if self.options and self.backend != "inductor":
@@ -194,9 +193,11 @@ class Reduction:
     @classmethod
     def divided_by(cls, factor: object, refusal: str = "factor is") -> Reduction:
         """The sum, divided by a number; what is none is refused in words that begin with `refusal`."""
-        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        if is_number and 0 < factor < math.inf:  # type: ignore[operator]
-            return cls("sum", float(factor))  # type: ignore[arg-type]
+        if isinstance(factor, (int, float)) and not isinstance(factor, bool):
+            with contextlib.suppress(OverflowError):
+                divisor = float(factor)
+                if 0 < divisor < math.inf:
+                    return cls("sum", divisor)
         raise ConfigError(f"{refusal} a positive number that divides the sum, not {factor!r}")
 
 
@@ -218,20 +219,22 @@ class OffloadConfig:
     pin_memory: bool = False
 
     @classmethod
-    def of(cls, offload_policy: object) -> OffloadConfig:
-        """From torch's `CPUOffloadPolicy`, `OffloadPolicy` (off) or `CPUOffload`, or None."""
+    def of(cls, offload_policy: object, name: str = "offload_policy") -> OffloadConfig:
+        """From torch's `CPUOffloadPolicy`, `OffloadPolicy` (off) or `CPUOffload`, or None; errors say `name`."""
         if isinstance(offload_policy, CPUOffloadPolicy):
+            check_bool(f"{name}: pin_memory", offload_policy.pin_memory)
             return cls(True, offload_policy.pin_memory)
         if isinstance(offload_policy, CPUOffload):
+            check_bool(f"{name}: offload_params", offload_policy.offload_params)
             return cls(offload_policy.offload_params, offload_policy.offload_params)
         if offload_policy is None or type(offload_policy) is OffloadPolicy:
             return cls()
         raise ConfigError(
-            "offload_policy is None, or a CPUOffloadPolicy or CPUOffload of torch.distributed.fsdp, "
-            f"not {offload_policy!r}"
+            f"{name} is None, or a CPUOffloadPolicy or CPUOffload of torch.distributed.fsdp, not {offload_policy!r}"
         )
 
 
+_MOST_BYTES = 2**80
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -241,8 +244,47 @@ def num_bytes_of(memory_budget: object) -> int | None:
         return None
     number: object = memory_budget
     if isinstance(memory_budget, str) and (match := re.fullmatch(r"([\d.]+)\s*([KMG]i?B|B)", memory_budget.strip())):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             number = int(float(match[1]) * _UNITS[match[2]])
-    if isinstance(number, int) and not isinstance(number, bool) and number > 0:
+    if isinstance(number, int) and not isinstance(number, bool) and 0 < number <= _MOST_BYTES:
         return number
     raise ConfigError(f"memory_budget is a positive number of bytes, or text such as '16 GiB', not {memory_budget!r}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ConfigError unless the option `name` is a bool."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is a bool, not {value!r}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ConfigError unless the option `name` is one of these texts."""
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name} is one of {choices}, not {value!r}")
+
+
+def check_dtype(name: str, value: object) -> None:
+    """Raise ConfigError unless the option `name` is None or a floating point dtype."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise ConfigError(f"{name} is None or a floating point dtype, not {value!r}")
+
+
+def check_call(name: str, function: Callable[..., Any], *args: str, **kwargs: str) -> None:
+    """Raise ConfigError unless `function`, of the option `name`, can be called with so many arguments, so named."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C say nothing
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as e:
+        called = ", ".join([*args, *(f"{key}=..." for key in kwargs)])
+        known_as = getattr(function, "__qualname__", type(function).__qualname__)
+        raise ConfigError(f"{name}: {known_as}{signature} is called as ({called}): {e}") from None
+
+
+def listed(name: str, value: object, what: str) -> list[Any]:
+    """The items of the option `name`; ConfigError unless it is an iterable of `what`, which the caller looks at."""
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping, torch.Tensor, type)):
+        raise ConfigError(f"{name} is an iterable of {what}, not {value!r}")
+    return list(value)

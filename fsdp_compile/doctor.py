@@ -34,7 +34,7 @@ class Finding:
 
 def examine() -> Iterator[Finding]:
     """What is installed, then a training with every backend that can run."""
-    yield Finding("fsdp_compile", metadata.version("fsdp-compile"))
+    yield Finding("fsdp_compile", _version())
     yield Finding("Python", platform.python_version())
     yield Finding("torch", torch.__version__)
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -47,6 +47,13 @@ def examine() -> Iterator[Finding]:
     )
     for backend in ("aot_eager", "inductor") if compiler else ("aot_eager",):
         yield _trained(backend)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("fsdp-compile")
+    except metadata.PackageNotFoundError:
+        return "a checkout that is not installed (torch.compile(backend='fsdp') is found once it is)"
 
 
 def _trained(backend: str) -> Finding:

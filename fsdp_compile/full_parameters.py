@@ -1,9 +1,9 @@
-"""Full parameters outside of a forward: `model.summon_full_params()`, and full tensors given to `load_state_dict`."""
+"""Full parameters outside of a forward: `model.summon_full_params()`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from .errors import ConfigError
 from .layout import Layout
 from .passes import ops
-from .runtime.collectives import gather_chunk
+from .runtime.collectives import gather_chunk, running_alone
 from .runtime.flat_shard import FlatShard
 from .runtime.views import laid_out_as, local_tensor, local_views, rows_of_rank
 from .sharding import Sharding, sharding_of
@@ -162,8 +162,11 @@ def _gather(shard: FlatShard, flat: torch.Tensor) -> list[torch.Tensor]:
     if flat.is_meta:
         raise RuntimeError(f"{layout.slots[0].parameter} has no values on the meta device: call model.to_empty first")
     num_ranks, group = layout.shards.size, layout.shards.group
-    flat = flat.to(shard.mesh.device_type)
-    gathered = (flat if num_ranks == 1 else gather_chunk(flat, num_ranks, group)).view(num_ranks, -1)
+    gathered = flat.to(shard.mesh.device_type)
+    if num_ranks > 1:
+        with running_alone(f"the gather of all of {layout.bucket}", shard.sharding.agreement, group):
+            gathered = gather_chunk(gathered, num_ranks, group)
+    gathered = gathered.view(num_ranks, -1)
     full = []
     for slot in layout.slots:
         chunks = gathered[:, slot.offset : slot.offset + ops.shard_numel(slot.shape, num_ranks)]
@@ -188,19 +191,3 @@ def _parameter(
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def shard_full_tensors(model: nn.Module, state: MutableMapping[str, object], prefix: str) -> None:
-    """Replace full tensors in a state dict that stand for sharded parameters by this rank's rows of them."""
-    sharding = sharding_of(model)
-    if sharding.is_summoned:
-        return
-    sharding.check()
-    layouts = {parameter: shard.layout for shard in sharding.shards for parameter in shard.parameters}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        value, layout = state.get(prefix + name), layouts.get(parameter)
-        if layout is None or sharding.mesh is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue
-        if value.shape == parameter.shape:  # load_state_dict says so otherwise
-            rows = rows_of_rank(value.detach(), layout, sharding.mesh)
-            state[prefix + name] = laid_out_as(parameter, rows.clone(memory_format=torch.contiguous_format))

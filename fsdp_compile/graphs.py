@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch.fx
 
+from .dependence import Dependence
 from .passes.pipeline import Pipeline, Side
 from .passes.plan import StepPlan
 from .passes.printer import print_graph, print_schedule
@@ -45,21 +46,30 @@ class LoweredGraphs:
 class RewrittenGraphs:
     """Forward and backward of one compiled graph; `backward` is None where no gradients were asked for.
 
-    `plan` is what was planned for them; None where the schedule follows from the options alone.
+    `plan` is what was planned for them; None where the schedule follows from the options alone. `dependence` says which
+    outputs lead to which gradients; None where all lead to all.
     """
 
     forward: RewrittenGraph
     backward: RewrittenGraph | None
     lowered: LoweredGraphs
     plan: StepPlan | None = None
+    dependence: Dependence | None = None
 
     @classmethod
-    def of(cls, forward: Side, backward: Side | None = None, plan: StepPlan | None = None) -> RewrittenGraphs:
+    def of(
+        cls,
+        forward: Side,
+        backward: Side | None = None,
+        plan: StepPlan | None = None,
+        dependence: Dependence | None = None,
+    ) -> RewrittenGraphs:
         return cls(
             RewrittenGraph(forward.scheduled, "forward"),
             None if backward is None else RewrittenGraph(backward.scheduled, "backward"),
             LoweredGraphs(forward.lowered, None if backward is None else backward.lowered),
             plan,
+            dependence,
         )
 
     @property

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .config import Reduction
 from .errors import ConfigError
 from .padding import room
+from .passes import ops
 from .units import Unit
 
 
@@ -72,6 +73,11 @@ class Layout:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     compute_device: torch.device | None = None
+
+    @property
+    def groups(self) -> list[str]:
+        """The names of the process groups over which its gradients are reduced."""
+        return [axis.group for axis in (self.shards, self.replicas) if axis.size > 1]
 
     def unshard_arguments(self, slot: Slot) -> tuple[Any, ...]:
         """The arguments of `fsdp::unshard` after the tensors and the destination of the gradient."""
@@ -139,7 +145,7 @@ def lay_out(units: list[Unit], placement: Placement) -> list[Layout]:
         for name, parameter in unit.parameters:
             buckets.setdefault(_key(name, parameter, placement), []).append((name, parameter))
         for key, parameters in buckets.items():
-            name = unit.name if len(buckets) == 1 else f"{unit.name}/{_suffix(key, list(buckets))}"
+            name = ops.bucket_of_unit(unit.name, "" if len(buckets) == 1 else _suffix(key, list(buckets)))
             layouts.append(_layout(name, key, parameters, placement))
     return layouts
 

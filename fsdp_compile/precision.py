@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
+from .config import check_bool, check_dtype
 from .errors import ConfigError
+from .globs import is_named
 
 Key = str | type[nn.Module]
 
@@ -65,6 +66,7 @@ def find_precision(model: nn.Module, mp_policy: object, units: Iterable[str]) ->
 def _policies(model: nn.Module, mp_policy: object) -> dict[str, MixedPrecisionPolicy]:
     """The policy of every module that is mentioned, by name."""
     if isinstance(mp_policy, MixedPrecisionPolicy):
+        _check("mp_policy", mp_policy)
         return {"": mp_policy}
     if not isinstance(mp_policy, Mapping):
         raise ConfigError(
@@ -75,6 +77,7 @@ def _policies(model: nn.Module, mp_policy: object) -> dict[str, MixedPrecisionPo
     for key, policy in mp_policy.items():
         if not isinstance(policy, MixedPrecisionPolicy):
             raise ConfigError(f"mp_policy[{key!r}] is a MixedPrecisionPolicy, not {policy!r}")
+        _check(f"mp_policy[{key!r}]", policy)
         names = [name for name, module in model.named_modules() if _matches(key, name, module)]
         if not names:
             raise ConfigError(f"mp_policy: no module of the model matches {key!r}")
@@ -82,9 +85,15 @@ def _policies(model: nn.Module, mp_policy: object) -> dict[str, MixedPrecisionPo
     return found
 
 
+def _check(name: str, policy: MixedPrecisionPolicy) -> None:
+    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        check_dtype(f"{name}: {field}", getattr(policy, field))
+    check_bool(f"{name}: cast_forward_inputs", policy.cast_forward_inputs)
+
+
 def _matches(key: Any, name: str, module: nn.Module) -> bool:
     if isinstance(key, str):
-        return fnmatchcase(name, key)
+        return is_named(name, key)
     if isinstance(key, type) and issubclass(key, nn.Module):
         return isinstance(module, key)
     raise ConfigError(f"mp_policy: {key!r} is no module class and no glob over module names")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,8 +19,11 @@ import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
 from .layout import Layout
+from .loading import shard_state
 from .runtime.gradients import in_backward
 from .runtime.modules import CalledByItself, Recurrent, not_captured
+from .runtime.recomputation import checkpoint_in_forward
+from .runtime.wrappers import RefusesWrappers
 
 
 @dataclasses.dataclass
@@ -81,30 +84,45 @@ class Running:
     """Whether parameters read as full tensors: in a forward of the model, and while a backward recomputes it.
 
     Attributes:
-        prepare: called before the outermost forward.
+        prepare: called before the outermost forward, with the module that is called.
+        module: what is called, while it runs.
         depth: how many forwards, and methods registered as such, are running.
         num_calls: how many of them are calls of modules, which also list their parameters as full tensors.
         with_grad: whether the outermost began with gradients. What a forward does without them then (a moving average,
             say) may be meant to write to parameters; it gets the sharded ones listed.
+        is_listing_sharded: whether parameters are listed as they are outside of a forward, wherever that is.
     """
 
-    prepare: Callable[[], None] | None = None
+    prepare: Callable[[nn.Module], None] | None = None
+    module: nn.Module | None = None
     depth: int = 0
     num_calls: int = 0
     with_grad: bool = True
+    is_listing_sharded: bool = False
 
     def __bool__(self) -> bool:
         return self.depth > 0 or in_backward()
 
     @property
     def lists_full(self) -> bool:
-        return self.num_calls > 0 and (torch.is_grad_enabled() or not self.with_grad)
+        if self.is_listing_sharded:
+            return False
+        if self.num_calls == 0:  # no forward; or one without a call of a module, which is computed again in a backward
+            return torch.is_grad_enabled() and not torch.compiler.is_compiling() and in_backward()
+        return torch.is_grad_enabled() or not self.with_grad
 
     @not_captured
     def run(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_call: bool = True, is_step: bool = False
+        self,
+        module: nn.Module,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        is_call: bool = True,
+        is_step: bool = False,
     ) -> Any:
-        """`function(*args, **kwargs)`, in which parameters read as full tensors.
+        """`function(*args, **kwargs)`, of `module`, in which parameters read as full tensors.
 
         Args:
             is_call: whether it is a call of a module.
@@ -116,7 +134,9 @@ class Running:
         if not self.depth:
             self.with_grad = torch.is_grad_enabled()
         if (is_step or not self.depth) and self.prepare is not None and not (is_traced or in_backward()):
-            self.prepare()
+            self.prepare(module)
+        if not self.depth and not is_traced:
+            self.module = module
         self.depth += 1
         self.num_calls += is_call
         try:
@@ -124,15 +144,17 @@ class Running:
         finally:
             self.depth -= 1
             self.num_calls -= is_call
+            if not self.depth and not is_traced:
+                self.module = None
 
     @contextmanager
     def listing_sharded(self) -> Iterator[None]:
         """Parameters are listed as they are outside of a forward."""
-        num_calls, self.num_calls = self.num_calls, 0
+        before, self.is_listing_sharded = self.is_listing_sharded, True
         try:
             yield
         finally:
-            self.num_calls = num_calls
+            self.is_listing_sharded = before
 
 
 def install_reads(
@@ -183,6 +205,7 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout]) -> nn.Module:
     for module in copied.modules():
         vars(module).update({name: off_meta(value) for name, value in vars(module).items() if torch.is_tensor(value)})
     install_reads(copied, read_of_parameter, Running(num_calls=1))
+    checkpoint_in_forward(copied)
     return copied
 
 
@@ -201,7 +224,7 @@ def off_meta(tree: Any, device: str | torch.device = "cpu") -> Any:
     return tree_map_only(torch.Tensor, replace, tree)
 
 
-class ReadingModule(CalledByItself):
+class ReadingModule(CalledByItself, RefusesWrappers):
     """Mixed into every module with sharded parameters: it lists them as its properties read them."""
 
     _fsdp_running: Running
@@ -224,6 +247,11 @@ class ReadingModule(CalledByItself):
         with self._fsdp_running.listing_sharded():
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
+    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
+        """What load_state_dict calls for every module, the one that is loaded before those below it."""
+        shard_state(self, state_dict, prefix)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
 
 class RecurrentReadingModule(Recurrent, ReadingModule):
     pass
@@ -232,6 +260,8 @@ class RecurrentReadingModule(Recurrent, ReadingModule):
 @functools.cache
 def _reading_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     properties = {name: property(_getter(name)) for name in names}
+    if issubclass(base, ReadingModule):  # reads others already: of its parameters, some were sharded before
+        return generated_subclass(base, properties)
     mixin = RecurrentReadingModule if issubclass(base, nn.RNNBase) else ReadingModule
     return generated_subclass(base, {"__reduce_ex__": _reduce_ex, **properties}, mixin)
 

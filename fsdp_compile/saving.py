@@ -34,6 +34,7 @@ _MADE_ANEW = {
     "is_checking",
     "graphs",
     "compilations",
+    "looked",
     "watched",
     "is_summoned",
 }  # not saved of a Sharding
@@ -134,11 +135,12 @@ def save(model: nn.Module, protocol: int) -> tuple[Saved, list[torch.Tensor], li
     sharding = sharding_of(model)
     sharding.refuse_if_summoned("pickling the model")
     sharding.check()
+    sharding.refuse_newcomers(model)  # loaded, they would pass for parameters that were left as they are
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol, model)
     state = {field.name: getattr(sharding, field.name) for field in dataclasses.fields(sharding)}
     state = {name: value for name, value in state.items() if name not in _MADE_ANEW}
-    pickler.dump((model, state, _local_reads(model)))
+    pickler.dump((model, state, _local_reads(model), *_taken_out(model)))
     shards = [SavedShard.of(shard) for shard in sharding.shards]
     saved = Saved(Place.of(sharding.mesh), list(sharding.parts), shards, buffer.getvalue())
     return saved, [shard.data.detach() for shard in sharding.shards], pickler.tensors
@@ -165,17 +167,26 @@ def load(saved: Saved, flats: list[torch.Tensor], tensors: list[torch.Tensor]) -
     if mesh is not None:
         shards = [shard.around(flat, mesh) for shard, flat in zip(saved.shards, flats, strict=True)]
         parts = {size: part_of(mesh, size) for size in saved.part_sizes}
-    model, state, local_reads = _Unpickler(io.BytesIO(saved.modules), mesh, shards, tensors).load()
+    model, state, local_reads, *taken_out = _Unpickler(io.BytesIO(saved.modules), mesh, shards, tensors).load()
     sharding = Sharding(mesh=mesh, shards=shards, parts=parts, **state)
-    install_reads(model, dict(local_reads) | _reads(model, shards), sharding.running)
+    install_reads(model, dict(local_reads) | _reads([model, *taken_out], shards), sharding.running)
     vars(model)["_fsdp_sharding"] = sharding
     note_sharding(model, sharding)
     return model  # type: ignore[no-any-return]
 
 
-def _reads(model: nn.Module, shards: list[FlatShard]) -> dict[nn.Parameter, Read]:
+def _taken_out(model: nn.Module) -> list[nn.Module]:
+    """The modules with sharded parameters that are no longer in the model: their part of the shards is still there."""
+    owners = (owner for shard in sharding_of(model).shards for owner, _ in shard.owners)
+    held = set(model.modules())
+    return list(dict.fromkeys(owner for owner in owners if owner not in held))
+
+
+def _reads(modules: list[nn.Module], shards: list[FlatShard]) -> dict[nn.Parameter, Read]:
     """How the modules, which hold the parameters of the shards already, are to read them."""
-    owners = owners_of_parameters(model)
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in modules:
+        owners |= owners_of_parameters(module)
     reads = {}
     for shard in shards:
         for slot, parameter in zip(shard.layout.slots, shard.parameters, strict=True):

@@ -183,13 +183,13 @@ class Planner:
 
     Attributes:
         plans: those made so far, by program; None for what needs no plan.
-        agree: (name, what to do) to what the first rank's doing of it returned.
+        decide: (program, what to do) to what the first rank's doing of it returned.
     """
 
     options: Options
     goal: Goal
     plans: dict[str, StepPlan | None]
-    agree: Callable[[str, Callable[[], str]], str]
+    decide: Callable[[str, Callable[[], str]], str]
 
     def plan(self, program: str, draft: Draft) -> StepPlan | None:
         """The plan of a program, which is the parameters that it reads in order, and whether it has a backward.
@@ -198,7 +198,7 @@ class Planner:
             ConfigError: no plan fits into the memory budget, or for these shapes the one does not that was made.
         """
         if program not in self.plans:
-            made = self.agree(program, lambda: self._made(draft))
+            made = self.decide(program, lambda: self._made(draft))
             self.plans[program] = StepPlan.from_json(made) if made else None
         plan = self.plans[program]
         if self.goal.memory_budget is not None:

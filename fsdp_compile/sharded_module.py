@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -18,14 +19,17 @@ from torch.distributed.tensor import DTensor
 from . import saving
 from .config import Reduction
 from .costs import Explanation, Hardware, explain
+from .costs.explain import hardware_is_missing
 from .errors import ConfigError
-from .full_parameters import SummonOptions, shard_full_tensors, summon
+from .full_parameters import SummonOptions, summon
 from .graphs import RewrittenGraphs
+from .loading import shard_state
 from .reading import generated_subclass, is_reading
 from .report import Comparison, Schedule, measured_schedule, page
 from .runtime.clipping import clip_gradients
 from .runtime.compilations import Compilations
 from .runtime.modules import not_captured
+from .runtime.recomputation import checkpoint_in_forward
 from .runtime.views import without_offset
 from .sharding import Sharding, note_sharding, sharding_of
 
@@ -90,7 +94,7 @@ def _within(method: Callable[..., Any], *, is_call: bool) -> Callable[..., Any]:
     @not_captured
     @functools.wraps(method)
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        return module._fsdp_running.run(method, (module, *args), kwargs, is_call=is_call)
+        return module._fsdp_running.run(module, method, (module, *args), kwargs, is_call=is_call)
 
     return run
 
@@ -102,12 +106,15 @@ class ShardedModule:
 
     @not_captured
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sharding = self._fsdp_sharding
+        sharding.come_back()
+        if not torch.compiler.is_compiling() and not sharding.graphs:
+            checkpoint_in_forward(self)  # type: ignore[arg-type]  # added since it was sharded, before it is compiled
         try:
-            return self._fsdp_sharding.running.run(super().__call__, args, kwargs, is_step=True)  # type: ignore[misc]
+            return sharding.running.run(self, super().__call__, args, kwargs, is_step=True)  # type: ignore[misc,arg-type]
         except Exception as e:
             with suppress(RuntimeError):  # the process group may be gone, and that is not what is wrong
-                if (agreement := self._fsdp_sharding.agreement) is not None:
-                    agreement.tell(e)
+                sharding.tell(e)
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -130,13 +137,14 @@ class ShardedModule:
         sharding.refuse_if_summoned("copy.deepcopy of the model")
         self._refuse_if_together("copy")
         memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): [], id(sharding.compilations): Compilations()}
-        memo[id(sharding.watched)] = set()
+        memo |= {id(sharding.watched): set(), id(sharding.looked): weakref.WeakKeyDictionary()}
         copies = [shard.copy_into(memo) for shard in sharding.shards]
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
         for shard, original in zip(copies, sharding.shards, strict=True):
-            shard.owners = [(memo[id(module)], name) for module, name in original.owners]
+            # of a module that was taken out of the model, too
+            shard.owners = [(copy.deepcopy(module, memo), name) for module, name in original.owners]
             shard.reads = [memo[id(read)] for read in original.reads]
         note_sharding(copied, sharding_of(copied))  # type: ignore[arg-type]
         if sharding.compile is not None:
@@ -156,8 +164,10 @@ class ShardedModule:
         return state
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
-        """What load_state_dict calls for every module, the root before those below it; full tensors are sharded."""
-        shard_full_tensors(self, state_dict, prefix)  # type: ignore[arg-type]
+        """What load_state_dict calls for every module, the root before those below it."""
+        if not (sharding := sharding_of(self)).is_summoned:  # type: ignore[arg-type]
+            sharding.check()
+        shard_state(self, state_dict, prefix)  # type: ignore[arg-type]
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 
@@ -197,7 +207,8 @@ class ShardedMethods(nn.Module):
 
         Args:
             hardware: of every rank: "h100" or another of `fsdp_compile.costs.HARDWARE`, a file that
-                `fsdp-compile calibrate` wrote, or a `Hardware`; None is the GPU at hand.
+                `fsdp-compile calibrate` wrote, or a `Hardware`; None is what the schedule was planned for, or else the
+                GPU at hand. Where there is neither, nothing is said in seconds.
             optimizer: "adam", "sgd" or "momentum".
             html: a file to write the schedules of all graphs to, as a page for a browser.
             schedule: a file to write the schedule of the last graph to, for `fsdp-compile report`.
@@ -205,24 +216,27 @@ class ShardedMethods(nn.Module):
                 is compared with the plan.
 
         Raises:
-            ConfigError: no such hardware or optimizer; nothing was compiled that could be written or compared; the
-                profile is not of steps of the last graph.
+            ConfigError: no such hardware or optimizer; nothing was compiled that could be written or compared, or no
+                hardware is known to write or compare it for; the profile is not of steps of the last graph.
         """
         sharding = sharding_of(self)
         compiler: Any = sharding.compile.config.backend if sharding.compile is not None else "inductor"
         explanation = explain(
             sharding.graphs,
-            hardware,
+            sharding.schedule.hardware if hardware is None else hardware,
             optimizer=optimizer,
             compiler=compiler,
+            units=sharding.units if sharding.shards else (),
             reason=sharding.reason,
             compilations=str(sharding.compilations),
         )
         if html is None and schedule is None and measured is None:
             return explanation
+        if not sharding.graphs:
+            raise ConfigError("nothing was compiled so far: call the model once")
         planned = [Schedule.of(prediction) for prediction in explanation.predictions]
         if not planned:
-            raise ConfigError("nothing was compiled so far: call the model once")
+            raise hardware_is_missing()
         compared = None if measured is None else Comparison(planned[-1], measured_schedule(planned[-1], measured))
         if html is not None:
             Path(html).write_text(page(planned if compared is None else [*planned, compared.measured]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .layout import Layout, Placement, lay_out
+from .newcomers import Place, newcomers, refuse
 from .passes import ops
 from .passes.pipeline import Pipeline
 from .passes.plan import StepPlan
@@ -27,9 +28,11 @@ from .reading import LocalRead, Read, Running, install_reads
 from .runtime.agreement import Agreement, agreement_of
 from .runtime.compilations import Compilations
 from .runtime.flat_shard import FlatShard
-from .runtime.gradients import carry_hooks, watch_whole
-from .runtime.groups import axes_of, device_of, first_ranks, is_nccl, num_shards_of, part_of
+from .runtime.gradients import carry_hooks, reduce_leftovers, watch_whole
+from .runtime.groups import axes_of, device_of, is_nccl, num_shards_of, part_of
 from .runtime.optimizers import note_replacement
+from .runtime.recomputation import checkpoint_in_forward
+from .runtime.registrations import registrations
 from .scheduling import Goal, Options, Planner
 from .statements import statement_of_program
 from .units import Unit
@@ -44,6 +47,13 @@ class Compiler(Protocol):
     def __call__(self, model: nn.Module) -> None: ...
 
 
+class Looked(weakref.WeakKeyDictionary[nn.Module, int]):
+    """What was seen of modules in this process; in a file it is empty."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
 @dataclasses.dataclass(eq=False)
 class Sharding:
     """What a sharded model knows: its shards, its schedule options, the graphs compiled so far.
@@ -56,7 +66,7 @@ class Sharding:
         keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
         is_finishing: whether gradients will be reduced at the end of the running backward.
         plans: what was planned, by program; see `scheduling.Planner`.
-        number: of the shardings of this process, which all ranks make in the same order.
+        has_raised: whether the last call has.
         compilations: graph breaks and recompilations, if it was compiled by `fsdp_compile`.
         compile: how the model was compiled, if it was.
         reason: why its strategy was chosen; None if the user said which.
@@ -65,6 +75,8 @@ class Sharding:
         num_backwards: how many backwards were checked.
         divisor: with a single rank, what gradients are divided by.
         whole: with a single rank, unit and parameter by name.
+        left: places of parameters that were left as they are.
+        looked: how much was registered on modules when one was last called, and looked through for new parameters.
         watched: ids of those of them whose gradients are divided or checked, and the names of the hooks that do it.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
         optimizer_state: what `compat.FullyShardedDataParallel.optim_state_dict` gives.
@@ -81,7 +93,7 @@ class Sharding:
     is_finishing: bool = False
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
     plans: dict[str, StepPlan | None] = dataclasses.field(default_factory=dict)
-    number: int = dataclasses.field(default_factory=itertools.count().__next__)
+    has_raised: bool = False
     compilations: Compilations = dataclasses.field(default_factory=Compilations)
     compile: Compiler | None = None
     reason: str | None = None
@@ -90,12 +102,15 @@ class Sharding:
     num_backwards: int = 0
     divisor: float = 1.0
     whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
+    left: set[Place] = dataclasses.field(default_factory=set)
+    looked: Looked = dataclasses.field(default_factory=lambda: Looked())
     watched: set[tuple[int, str]] = dataclasses.field(default_factory=set)
     is_summoned: bool = False
     optimizer_state: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
 
     def __post_init__(self) -> None:
         self.running.prepare = self.prepare
+        registrations()
 
     def pipeline(self) -> Callable[[StepPlan | None], Pipeline]:
         """The passes that this model's graphs run through, for a plan or None. It does not keep the model alive."""
@@ -108,19 +123,32 @@ class Sharding:
         options = options_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
         goal = Goal(self.schedule.hardware, self.schedule.memory_budget, compiler.backend)  # type: ignore[arg-type]
 
-        mesh, number, agreement = self.mesh, self.number, self.agreement
+        agreement = self.agreement
 
-        def agree(program: str, make: Callable[[], str]) -> str:
-            if agreement is not None:
-                agreement.agree(statement_of_program(program))
-            return first_ranks(mesh, f"plan {number} {program}", make)
+        def decide(program: str, make: Callable[[], str]) -> str:
+            if agreement is None:
+                return make()
+            return agreement.decided_by_first(statement_of_program(program), make)
 
-        return Planner(options, goal, self.plans, agree)
+        return Planner(options, goal, self.plans, decide)
 
     @property
     def agreement(self) -> Agreement | None:
         """Between the ranks of this model; None with a single one."""
         return agreement_of(self.mesh)
+
+    def tell(self, error: Exception) -> None:
+        """Tell the other ranks what a call raised on this one; RuntimeError if they cannot be told."""
+        if (agreement := self.agreement) is not None:
+            self.has_raised = True
+            agreement.tell(error)
+
+    def come_back(self) -> None:
+        """Before a call: one that raised is over, and compiling anew may take longer than others would wait."""
+        if self.has_raised:
+            self.has_raised = False
+            if (agreement := self.agreement) is not None:
+                agreement.come_back()
 
     @property
     def _is_grouped(self) -> bool:
@@ -132,6 +160,12 @@ class Sharding:
         """Raise RuntimeError inside summon_full_params, where `what` has no meaning."""
         if self.is_summoned:
             raise RuntimeError(f"{what} was called inside summon_full_params: leave its block first")
+
+    def refuse_newcomers(self, module: nn.Module) -> None:
+        """Raise ConfigError for trainable parameters at or below `module` that came after it was sharded."""
+        if self.mesh is not None and self.mesh.size() > 1:
+            refuse(newcomers(module, self.left), f"the {type(module).__name__}")
+        self.looked[module] = registrations().count
 
     def reduce_by(self, reduction: Reduction) -> None:
         """From the next forward on, gradients are reduced so."""
@@ -145,14 +179,20 @@ class Sharding:
             shard.check_views()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def prepare(self) -> None:
-        """Before a forward: parameters are views of their shards, and it is known where their gradients will go."""
+    def prepare(self, module: nn.Module) -> None:
+        """Before a forward of `module`: parameters are views of their shards, and gradients will have a place to go."""
         self.refuse_if_summoned("the model")
+        # Without graphs each time: eager code takes most of a step. With them, when something was registered anywhere.
+        if torch.is_grad_enabled() and not (self.graphs and self.looked.get(module) == registrations().count):
+            self.refuse_newcomers(module)
         self.is_finishing = self.is_checking = False
         self.check()
         watch_whole(self)
         for shard in self.shards:
             shard.prepare(keeps_gradients=self.keeps_gradients)
+        is_frozen = not any(shard.data.requires_grad for shard in self.shards)
+        if is_frozen and torch.is_grad_enabled() and not self.keeps_gradients:
+            reduce_leftovers(self)  # no gradient of this step will be a reason to
 
 
 def pipeline_of(
@@ -239,6 +279,22 @@ def check_modules(model: nn.Module, parameters: Collection[nn.Parameter]) -> Non
                 )
 
 
+def check_dense(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
+    """Raise ConfigError for a module whose gradients would be sparse, which only a single rank has a use for."""
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.sparse
+            and module.weight.requires_grad
+            and module.weight in parameters
+        ):
+            raise ConfigError(
+                f"{name or 'the model'} ({type(module).__name__}) has sparse=True, and ranks that look up other rows "
+                "have no sum of sparse gradients that could be sharded: make it with sparse=False, or pass its weight "
+                "in ignored_params"
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How a model is to be sharded: everything that was decided, and could be refused, before anything is changed.
@@ -267,10 +323,13 @@ class Plan:
 
 
 def compute_device(device: torch.device, mesh: DeviceMesh | None) -> torch.device:
-    """Where the forward runs of a model whose parameters are on `device`."""
-    if mesh is not None and mesh.device_type not in (device.type, "cpu"):
-        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-    return device
+    """Where the forward runs of a model whose parameters are on `device`; on the meta device none does."""
+    kind = device.type if mesh is None or mesh.device_type == "cpu" else mesh.device_type
+    if kind == "meta":
+        kind = "cuda" if mesh is None and torch.cuda.is_available() else "cpu"
+    if kind == device.type:
+        return device
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def shard_parameters(model: nn.Module, plan: Plan) -> Sharding:
@@ -288,6 +347,7 @@ def shard_parameters(model: nn.Module, plan: Plan) -> Sharding:
             sharding.parts[size] = part_of(plan.mesh, size)
         _replace_parameters(model, plan, plan.mesh, sharding)
     install_casts(model, plan.precision)
+    checkpoint_in_forward(model)
     vars(model)["_fsdp_sharding"] = sharding
     return sharding
 

@@ -6,6 +6,7 @@ computed with them.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -14,34 +15,64 @@ from typing import TYPE_CHECKING
 
 import torch.fx
 
+from .capture import bucket_gradients
 from .graphs import RewrittenGraph, RewrittenGraphs
 from .passes import ops
 from .runtime.agreement import Line
+from .runtime.places import Place
 
 if TYPE_CHECKING:
     from .sharding import Plan
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n\s*(.*)')
+_SHOWN = 6  # units that a place names
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def statement_of_graphs(graphs: RewrittenGraphs) -> list[Line]:
-    """Whether a call has a backward, and the collectives of both in order; empty if there are none."""
-    collectives = [line for side in graphs.sides for line in _collectives(side)]
+    """Whether a call has a backward, the collectives of both, and whose gradients; empty without collectives."""
+    collectives = [line for side in graphs.sides for line in _collectives(side)] + _asked(graphs)
+    collectives += _gradients(graphs) if collectives else []
     call = "a call with a backward" if graphs.backward else "a call without a backward (no_grad, or nothing to train)"
     return [Line(call), *collectives] if collectives else []
 
 
+def places_of_graphs(graphs: RewrittenGraphs) -> dict[str, Place]:
+    """By its title, what ranks have to come to together: each side that has collectives."""
+    same = [line.text for line in statement_of_graphs(graphs)]
+    read = _units(graphs.forward) or _units(graphs.sides[-1])
+    places = {}
+    for side in graphs.sides:
+        if lines := list(_collectives(side)):
+            kind = side.title if graphs.backward or side.title != "forward" else "forward, without a backward,"
+            source = next((line.source for line in lines if line.source), "")
+            text = f"the {kind} of a graph that reads {_shortened(read)}"
+            places[side.title] = Place.of(text, sorted(_groups(side)), same=same, source=source)
+    return places
+
+
+def _units(side: RewrittenGraph) -> list[str]:
+    """The units whose parameters or gradients the collectives of a graph send."""
+    buckets = [bucket for node in side.graph.nodes if ops.is_collective(node) for bucket in ops.buckets_of(node)]
+    return list(dict.fromkeys(map(ops.unit_of_bucket, buckets)))
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names if len(names) <= _SHOWN else [*names[: _SHOWN - 1], "...", names[-1]])
+
+
 def groups_of(graphs: RewrittenGraphs) -> set[str]:
     """The names of the process groups of their collectives."""
-    return {
-        ops.argument(node, "group") for side in graphs.sides for node in side.graph.nodes if ops.is_collective(node)
-    }
+    return {group for side in graphs.sides for group in _groups(side)}
+
+
+def _groups(side: RewrittenGraph) -> set[str]:
+    return {ops.argument(node, "group") for node in side.graph.nodes if ops.is_collective(node)}
 
 
 def statement_of_program(program: str) -> list[Line]:
     """What a plan is to be made for: its kind, and the parameters that it reads, in order."""
-    kind, *read = program.split()
+    kind, *read = json.loads(program)
     return [Line(f"a program that reads {name}, for {kind}") for name in read]
 
 
@@ -67,11 +98,41 @@ def _collectives(side: RewrittenGraph) -> Iterator[Line]:
         if ops.is_collective(node):
             name = str(node.target).removeprefix("fsdp.").removesuffix(".default")
             value = node.meta["val"]
+            of = f"{ops.argument(node, 'bucket')}{_sent_alone(node)}"
             yield Line(
-                f"{name} of {ops.argument(node, 'bucket')} in the {side.title}, {value.numel()} elements of "
+                f"{name} of {of} in the {side.title}, {value.numel()} elements of "
                 f"{str(value.dtype).removeprefix('torch.')} over {ops.argument(node, 'world_size')} ranks",
                 source_of(node),
             )
+
+
+def _asked(graphs: RewrittenGraphs) -> list[Line]:
+    """What the ranks ask each other while the backward runs; see `runtime.backward`."""
+    if graphs.backward is None or graphs.dependence is None or not graphs.dependence.can_differ:
+        return []
+    reduced = [each for each in bucket_gradients(graphs.backward.graph) if not each.is_kept]
+    number = sum(len(each.offsets) for each in reduced) + len(graphs.dependence.passed_on)
+    return [Line(f"which of {number} gradients any rank has, asked in the backward")] if number else []
+
+
+def _sent_alone(node: torch.fx.Node) -> str:
+    """The parameters of a grouped collective, in order: each is a message, and only those that the graph reads are."""
+    if node.target is ops.ALL_GATHER_GROUPED:
+        outs = [out for wait in node.users for out in wait.users if ops.is_parameter_out(out)]
+        names = [ops.argument(out, "parameter") for out in outs]
+    elif node.target is ops.REDUCE_SCATTER_GROUPED:
+        names = ops.argument(node, "parameters")
+    else:
+        return ""
+    return f" ({', '.join(names)})"
+
+
+def _gradients(graphs: RewrittenGraphs) -> Iterator[Line]:
+    """Whose gradients a backward packs: buckets of the same size may hold those of different parameters."""
+    for node in graphs.backward.graph.nodes if graphs.backward else ():
+        if ops.is_call(node, ops.PACK):
+            names = ", ".join(ops.argument(node, "parameters"))
+            yield Line(f"gradients of {names} in the backward", source_of(node))
 
 
 def source_of(node: torch.fx.Node) -> str:

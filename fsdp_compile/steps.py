@@ -280,7 +280,7 @@ def _leanest(chain: Chain, channel: Channel, search: Callable[[Chain], Plan | No
     fast = SAME * evaluate(chain, plan, channel).seconds
     bare = dataclasses.replace(chain, held=[0] * len(chain.held))
     low, high = bare.lowest_peak, evaluate(bare, plan, channel).peak
-    while high - low > _FINE * high:
+    while high - low > max(1, _FINE * high):  # between neighbours there is no middle
         middle = (low + high) // 2
         tight = dataclasses.replace(chain, held=[max(held, limit - middle) for held in chain.held])
         other = search(tight)

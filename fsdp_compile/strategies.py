@@ -7,7 +7,6 @@ those that are as fast, the simplest.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -21,7 +20,7 @@ from .config import OffloadConfig
 from .costs.predict import bytes_text, predict, time_text
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
-from .runtime.groups import first_ranks
+from .runtime.agreement import Line, agreement_of
 from .scheduling import Goal
 
 Auto = Literal["auto"]
@@ -156,21 +155,22 @@ class _Candidate:
         return f"{time_text(self.seconds)} a step, {bytes_text(self.peak)} at the peak"
 
 
-_number = itertools.count()  # of the choices of this process, which all ranks make in the same order
-
-
 def first_ranks_choice(mesh: DeviceMesh, choose: Callable[[], Choice]) -> tuple[ShardingStrategy, str]:
     """What `choose` returns on the first rank of the mesh, and why. Every rank of the mesh calls this.
 
     Raises:
         ConfigError, CaptureError: as `choose`, on all ranks.
+        RankError: a rank does not choose, or the first has failed otherwise.
     """
 
     def choice() -> str:
         chosen = choose()
         return json.dumps([chosen.strategy.name, chosen.reason])
 
-    name, reason = json.loads(first_ranks(mesh, f"strategy {next(_number)}", choice))
+    agreement = agreement_of(mesh)
+    statement = [Line("options: sharding_strategy='auto'")]
+    made = choice() if agreement is None else agreement.decided_by_first(statement, choice)
+    name, reason = json.loads(made)
     return ShardingStrategy[name], reason
 
 

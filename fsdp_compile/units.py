@@ -8,15 +8,17 @@ from the rest, so that an embedding and a head do not share a unit that would st
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch.nn as nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
+from .config import check_call, listed
 from .errors import ConfigError
+from .globs import is_named
 from .runtime.policies import run_policy
 
 _SMALL = 64  # a run with less than this fraction of the largest unit's elements is not gathered by itself
@@ -78,10 +80,21 @@ def find_units(model: nn.Module, policy: Any, ignored: Collection[nn.Parameter] 
             units.append(Unit(owner or "root", claimed[owner]))
         claimed[owner].append((name, parameter))
     end_run()
-    units = [dataclasses.replace(unit, name=unit.name.replace("/", ":")) for unit in units]  # "/" separates buckets
     if isinstance(policy, str) and policy == "auto":
         units = _without_small_runs(units)
-    return [dataclasses.replace(units[0], name="root")] if len(units) == 1 else units
+    return [dataclasses.replace(units[0], name="root")] if len(units) == 1 else _with_names_of_their_own(units)
+
+
+def _with_names_of_their_own(units: list[Unit]) -> list[Unit]:
+    """Number those that have the name of one before: a module may be called `root`, or as the sum of two others."""
+    taken: set[str] = set()
+    named = []
+    for unit in units:
+        candidates = itertools.chain([unit.name], (f"{unit.name}#{number}" for number in itertools.count(2)))
+        name = next(candidate for candidate in candidates if candidate not in taken)
+        taken.add(name)
+        named.append(dataclasses.replace(unit, name=name))
+    return named
 
 
 def _run_name(run: Sequence[tuple[str, nn.Parameter]]) -> str:
@@ -115,13 +128,10 @@ def selected_modules(model: nn.Module, policy: Any) -> set[nn.Module]:
     if isinstance(policy, (type, nn.Module, str)):
         return _listed(model, [policy])
     if callable(policy):
+        check_call("auto_wrap_policy", policy, module="", recurse="", nonwrapped_numel="")
         return _called(model, policy)
-    if isinstance(policy, Iterable):
-        return _listed(model, list(policy))
-    raise ConfigError(
-        "auto_wrap_policy is 'auto', a policy of torch.distributed.fsdp.wrap, a callable, classes, modules or globs, "
-        f"not {policy!r}"
-    )
+    kinds = "classes, modules or globs (or 'auto', a policy of torch.distributed.fsdp.wrap, or a callable)"
+    return _listed(model, listed("auto_wrap_policy", policy, kinds))
 
 
 def _owner(parameter: str, selected: dict[str, nn.Module]) -> str | None:
@@ -165,7 +175,7 @@ def _listed(model: nn.Module, wanted: list[Any]) -> set[nn.Module]:
         elif isinstance(item, nn.Module):
             found = {item} & set(model.modules())
         elif isinstance(item, str):
-            found = {module for name, module in model.named_modules() if fnmatchcase(name, item)}
+            found = {module for name, module in model.named_modules() if is_named(name, item)}
         else:
             raise ConfigError(f"auto_wrap_policy: {item!r} is no module class, module or glob over module names")
         if not found:

@@ -119,6 +119,27 @@ def outputs(graph: torch.fx.Graph) -> list[Any]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
+def written_inputs(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
+    """The inputs that are written to in place, each with the first node that does.
+
+    That is the output where AOTAutograd writes when the graph has run, for autograd to see: one of the values that the
+    graph returns is described as the new one of that input.
+    """
+    root = {alias: node for node in inputs(graph) for alias in aliases(node)}
+    found: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            for formal, value in zip(node.target._schema.arguments, node.args, strict=False):
+                is_written = formal.alias_info is not None and formal.alias_info.is_write
+                if is_written and isinstance(value, torch.fx.Node) and value in root:
+                    found.setdefault(root[value], node)
+    described = [getattr(desc, "mutated_input", None) for desc in graph.output_node().meta.get("desc", ())]
+    for node in inputs(graph):
+        if node.meta.get("desc") is not None and node.meta["desc"] in described:
+            found.setdefault(node, graph.output_node())
+    return found
+
+
 def parameter_only(graph: torch.fx.Graph, roots: set[torch.fx.Node]) -> set[torch.fx.Node]:
     """`roots` (full parameters) and every node computed from them and from nothing else, without random numbers."""
     found = set(roots)

@@ -44,7 +44,7 @@ Gap = Callable[[int, int], torch.fx.Node]
 
 @dataclasses.dataclass(frozen=True)
 class LowerCollectives:
-    poison: bool = False
+    poison: bool = dataclasses.field(default=False, metadata={"for": "debugging"})
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         lowering = _Lowering(gm.graph, self.poison)

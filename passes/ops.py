@@ -38,8 +38,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from urllib.parse import quote, unquote
 
 import torch
 import torch.fx
@@ -314,9 +316,27 @@ def is_parameter_out(node: torch.fx.Node) -> bool:
     return is_call(node, COPY_OUT, VIEW_OUT)
 
 
+def bucket_of_unit(unit: str, kind: str = "") -> str:
+    """The name of a unit's bucket: `layers.0`, or `layers.0/bf16.frozen` where the unit has several.
+
+    A unit may have any name: it is escaped.
+    """
+    return f"{escaped(unit)}/{kind}" if kind else escaped(unit)
+
+
+def escaped(name: str) -> str:
+    """A name without what joins names and what ends lines: these are written as in a URL (`a,b` is `a%2Cb`)."""
+    return re.sub(r"[%/,\s]", lambda found: quote(found[0], safe=""), name)
+
+
 def unit_of_bucket(bucket: str) -> str:
-    """The unit a bucket belongs to: `layers.0/bf16.frozen` is a bucket of the unit `layers.0`."""
-    return bucket.partition("/")[0]
+    """The unit a bucket belongs to, by its own name."""
+    return unquote(bucket.partition("/")[0])
+
+
+def kind_of_bucket(bucket: str) -> str:
+    """What distinguishes a bucket from others of its unit; empty where there are none."""
+    return bucket.partition("/")[2]
 
 
 def name_of_buckets(buckets: Sequence[str]) -> str:

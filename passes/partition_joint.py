@@ -15,6 +15,9 @@ weight looks free to it, a weight cast to bf16 looks cheap) are computed again i
 What the forward computes for the backward alone, which the partitioner leaves at its end, is computed as soon as its
 inputs are known: there the compiler does it in the kernel that computes those.
 
+An input that the forward writes to (a counter, a running average) has another value when the backward runs. Of such an
+input the forward saves a copy, made before it writes (pytorch/pytorch#197039), and the partitioner counts its bytes.
+
 Random values are drawn once. Under an activation memory budget the partitioner would have the backward draw them again,
 and get others (pytorch/pytorch#190758); the forward saves them instead. Within a checkpointed region the partitioner
 itself saves the state of the generator.
@@ -30,6 +33,7 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.fx
@@ -75,10 +79,13 @@ class Halves:
         `static_inputs` are the positions of the inputs that live as long as the model: the partitioner saves them free.
         """
         unshards = _present_as_inputs(joint.graph)
-        static = [*static_inputs, *_positions_of_primals(joint.graph, unshards)]
+        written = {node.name for node in analysis.written_inputs(joint.graph)}
+        static = {*static_inputs, *_positions_of_primals(joint.graph, unshards)}
+        static -= set(_positions_of_primals(joint.graph, written))
         forward, backward = min_cut_rematerialization_partition(
-            joint, [], num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
+            joint, [], num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=sorted(static)
         )
+        _save_before_writes(forward.graph, backward.graph, num_fwd_outputs)
         _draw_once(forward.graph, backward.graph, num_fwd_outputs)
         _save_early(forward.graph, num_fwd_outputs)
         return cls(forward, backward, num_fwd_outputs, unshards)
@@ -126,6 +133,36 @@ def _present_as_inputs(graph: torch.fx.Graph) -> dict[str, Unshard]:
 def _positions_of_primals(graph: torch.fx.Graph, names: Collection[str]) -> list[int]:
     primals = [node for node in analysis.inputs(graph) if "primals" in str(node.target)]
     return [index for index, node in enumerate(primals) if node.name in names]
+
+
+def _save_before_writes(forward: torch.fx.Graph, backward: torch.fx.Graph, num_fwd_outputs: int) -> None:
+    """Save copies of inputs that are written to, and of views of them, as they are before that.
+
+    An input that the backward writes to as well is saved, too: it writes to the input, and reads the copy.
+    """
+    first_write = {
+        alias: write for node, write in analysis.written_inputs(forward).items() for alias in analysis.aliases(node)
+    }
+    replaced = [value for value in analysis.outputs(forward)[num_fwd_outputs:] if value in first_write]
+    if not replaced:
+        return
+    input_of_name, write_in_backward = {n.name: n for n in analysis.inputs(backward)}, analysis.written_inputs(backward)
+    anchor = _first_saved_tensor(backward)
+    copies = []
+    for value in replaced:
+        given = input_of_name[value.name]
+        write = write_in_backward.get(given)
+        with forward.inserting_before(first_write[value]):
+            copied = ops.call(forward, torch.ops.aten.clone.default, value)
+        with backward.inserting_before(anchor):
+            taken = backward.placeholder(copied.name)
+        taken.meta = dict(copied.meta)
+        given.replace_all_uses_with(taken, delete_user_cb=partial(operator.is_not, write))
+        copies.append(copied)
+    unread = [value for value in replaced if not input_of_name[value.name].users]
+    for value in unread:
+        backward.erase_node(input_of_name[value.name])
+    _save_instead(forward, num_fwd_outputs, unread, copies)
 
 
 def _draw_once(forward: torch.fx.Graph, backward: torch.fx.Graph, num_fwd_outputs: int) -> None:

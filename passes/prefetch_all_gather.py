@@ -50,7 +50,11 @@ class PrefetchAllGather:
 
 
 def planned_starts(graph: torch.fx.Graph, plan: Sequence[Gather]) -> dict[torch.fx.Node, torch.fx.Node]:
-    """For every all-gather of the plan the node that it is to start before."""
+    """For every all-gather of the plan the node that it is to start before.
+
+    A plan is kept for inputs of other shapes, where what is computed again may stand in another order. Wherever the
+    plan would have it, a gather starts before its wait, and not after a gather that is waited for later.
+    """
     top = _top(graph)
     use_of_parameter = first_uses(graph)
     start_of_bucket = {ops.name_of_buckets(gather.buckets): gather.start for gather in plan}
@@ -61,6 +65,11 @@ def planned_starts(graph: torch.fx.Graph, plan: Sequence[Gather]) -> dict[torch.
             if start is not None and start not in use_of_parameter:
                 raise pass_error(f"{bucket} is planned to start before {start}, which the graph does not use", node)
             found[node] = top if start is None else use_of_parameter[start]
+    position = analysis.positions(graph)
+    earliest: list[torch.fx.Node] = []
+    for node in sorted(found, key=lambda gather: position[_wait(gather)], reverse=True):
+        earliest = [min(*earliest, found[node], _wait(node), key=position.__getitem__)]
+        found[node] = earliest[0]
     return found
 
 

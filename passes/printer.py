@@ -87,11 +87,11 @@ def display_names(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
 
 def _wanted_name(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     if kept := ops.kept_parameter(node):
-        return kept.parameter
+        return ops.escaped(kept.parameter)
     if node.op == "placeholder":
         return _bucket_of_input(node) or node.name
     if ops.is_call(node, ops.UNSHARD, ops.COPY_OUT, ops.VIEW_OUT):
-        return str(ops.argument(node, "parameter"))
+        return ops.escaped(ops.argument(node, "parameter"))
     if ops.is_call(node, ops.STORE):
         return f"{names[node.args[0]]}.stored"  # type: ignore[index]
     if ops.is_conversion(node):
@@ -132,7 +132,7 @@ def _bucket_of_input(node: torch.fx.Node) -> str | None:
                 shards = ops.gathered_shards(gather)
                 return next((bucket for bucket, shard in shards.items() if shard is node), None)
         if ops.is_call(user, ops.VIEW_OUT):
-            return f"{ops.argument(user, 'parameter')}.shard"
+            return f"{ops.escaped(ops.argument(user, 'parameter'))}.shard"
         if ops.is_conversion(user) and (bucket := _bucket_of_input(user)):
             return bucket
         if ops.is_call(user, ops.PACK, ops.REDUCE_GRADIENT) and ops.argument(user, "accumulated") is node:

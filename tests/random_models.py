@@ -5,6 +5,7 @@ A tree is nested tuples, so that it prints, pickles and shrinks; `RandomModel(tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,27 @@ def schedules() -> dict[str, st.SearchStrategy[Any]]:
     }
 
 
+ODD_NAMES = (
+    "a,b",
+    "a/b",
+    "a:b",
+    "a b",
+    "a%2Cb",
+    "a+b",
+    "1+2",
+    "root",
+    "a[0]",
+    "*",
+    "{x}",
+    "it's",
+    '"',
+    "\\",
+    "\n",
+    "<ü>",
+)
+"""Names that modules may have: all that torch refuses is a dot."""
+
+
 def trees(*, with_dropout: bool = True) -> st.SearchStrategy[Tree]:
     """What `RandomModel` is built of."""
     plain = st.one_of(
@@ -45,8 +67,10 @@ def trees(*, with_dropout: bool = True) -> st.SearchStrategy[Tree]:
         st.just(("strided",)),
         st.just(("double",)),
     )
-    leaves = plain | st.just(("dropout",)) if with_dropout else plain
+    plain |= st.tuples(st.just("named"), st.sampled_from(ODD_NAMES), plain)
     inner = st.tuples(st.just("checkpoint"), plain)
+    leaves = plain | st.just(("counted",))
+    leaves |= st.just(("dropout",)) if with_dropout else st.nothing()
 
     def nested(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
         some = st.lists(children, min_size=1, max_size=4).map(tuple)
@@ -81,14 +105,43 @@ class RandomModel(nn.Module):
         return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
+class HeadedModel(RandomModel):
+    """A random model with several outputs, of which a loss may take any."""
+
+    def __init__(self, tree: Tree, num_heads: int) -> None:
+        super().__init__(tree)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(num_heads))
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        early = torch.tanh(self.first(x))
+        late = self.tree(early)
+        heads = [head((late, early, early + late)[index % 3]) for index, head in enumerate(self.heads)]
+        return ((late - target).square().mean(), early.sum(0), *heads)
+
+    @staticmethod
+    def loss(outputs: Any, taken: Sequence[int]) -> Tensor:
+        """Of the outputs with these numbers."""
+        return torch.stack([outputs[index].square().mean() for index in taken]).sum()
+
+    def freeze(self, seed: int) -> None:
+        """Freeze a part of the parameters behind the first layer, and thaw the others."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if not name.startswith("first.") and parameter.dtype != torch.bfloat16:
+                parameter.requires_grad_(bool(torch.rand((), generator=generator) < 0.6))
+
+
 def _build(tree: Tree, linears: list[nn.Linear], built: list[nn.Module], is_recomputed: bool = False) -> nn.Module:
     kind, *arguments = tree
-    if kind in _NESTED:
+    if kind == "named":
+        name, child = arguments
+        module: nn.Module = Named(name, _build(child, linears, built, is_recomputed))
+    elif kind in _NESTED:
         children = arguments[0] if kind == "sequence" else arguments
         module = _NESTED[kind](*[_build(child, linears, built, kind == "checkpoint") for child in children])
     elif kind == "again":
-        # Inductor's random numbers, by which it draws in a recomputed region, are its own.
-        known = [module for module in built if not (is_recomputed and _draws(module))]
+        # Inductor's random numbers, by which it draws in a recomputed region, are its own; eager counts twice there.
+        known = [module for module in built if not (is_recomputed and _draws_or_counts(module))]
         return known[arguments[0] % len(known)] if known else nn.Tanh()
     elif kind == "tied":
         module = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -101,8 +154,33 @@ def _build(tree: Tree, linears: list[nn.Linear], built: list[nn.Module], is_reco
     return module
 
 
-def _draws(module: nn.Module) -> bool:
-    return any(isinstance(each, nn.Dropout) for each in module.modules())
+def _draws_or_counts(module: nn.Module) -> bool:
+    return any(isinstance(each, (nn.Dropout, Counted)) for each in module.modules())
+
+
+_SHAPES = [(), (1,), (2,), (1, 1), (3,), (0,)]
+
+
+def tiny_units() -> st.SearchStrategy[list[tuple[tuple[int, ...], torch.dtype, bool]]]:
+    """What `Tiny` is built of: the shape and dtype of each unit's parameter, and whether it is trained."""
+    dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
+    return st.lists(st.tuples(st.sampled_from(_SHAPES), dtypes, st.booleans()), min_size=1, max_size=6)
+
+
+class Tiny(nn.Sequential):
+    """Units of a few bytes each."""
+
+    def __init__(self, units: list[tuple[tuple[int, ...], torch.dtype, bool]]) -> None:
+        super().__init__(*[TinyUnit(*unit) for unit in units])
+
+
+class TinyUnit(nn.Module):
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, is_trained: bool) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=is_trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * self.factor.float().sum())
 
 
 class Mlp(nn.Module):
@@ -181,6 +259,37 @@ class Double(nn.Module):
         return torch.tanh(x.double() + self.shift).float()
 
 
+class Counted(nn.Module):
+    """Buffers that are written and then used; copies are used, so that eager can go backward after another write."""
+
+    num_calls: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x * self.mean.cos()
+        self.num_calls += 1
+        self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return torch.tanh(before + x * self.factor * self.mean.exp() / (self.num_calls.clone() + 1))
+
+
+class Named(nn.Module):
+    """A child by any name."""
+
+    def __init__(self, name: str, child: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (child,) = self.children()
+        return torch.tanh(child(x))
+
+
 class Residual(nn.Module):
     def __init__(self, child: nn.Module) -> None:
         super().__init__()
@@ -226,6 +335,7 @@ _LEAVES: dict[str, Any] = {
     "adapter": Adapter,
     "embedding": Lookup,
     "unused": Unused,
+    "counted": Counted,
     "strided": Strided,
     "double": Double,
     "dropout": lambda: nn.Dropout(0.3),

@@ -31,6 +31,7 @@ class Sharded:
     """What one flat shard holds: `slots` are (parameter, offset, shape)."""
 
     stand_in: Tensor
+    bucket: str
     slots: Sequence[tuple[str, int, tuple[int, ...]]]
     size: int
 
@@ -98,7 +99,7 @@ class Simulation:
             elif index is not None:
                 values.append([own[index] for own in inputs])
             else:
-                values.append([value] * num_ranks)
+                values.append([value.clone() if torch.is_tensor(value) else value for _ in inputs])
         run = _Run(self.world_size, states)
         forward, backward = self.graphs.lowered.forward, self.graphs.lowered.backward
         placeholders = [node.name for node in forward.graph.nodes if node.op == "placeholder"]
@@ -115,16 +116,26 @@ class Simulation:
         pairs = list(zip(of, gradients, strict=True))
         return Step(outputs, [[(key, each and each[rank]) for key, each in pairs] for rank in range(num_ranks)])
 
+    def outputs_leading_to(self, model: nn.Module) -> dict[str, frozenset[int]]:
+        """By parameter: the outputs whose gradients lead to one of it, as the graphs say."""
+        assert self.graphs.dependence is not None
+        results_of = self.graphs.dependence.results_of
+        number = {id(value): index for index, value in enumerate(self.inputs)}
+        key_of_name: dict[str, Any] = {name: number.get(id(value)) for name, value in model.named_parameters()}
+        for shard in self.shards:
+            key_of_name |= {name: (shard.bucket, offset) for name, offset, _ in shard.slots}
+        return {name: results_of.get(key, frozenset()) for name, key in key_of_name.items()}
+
 
 def _shards(reading: nn.Module) -> list[Sharded]:
-    found: dict[int, tuple[Tensor, int, dict[str, tuple[str, int, tuple[int, ...]]]]] = {}
+    found: dict[int, tuple[Tensor, str, int, dict[str, tuple[str, int, tuple[int, ...]]]]] = {}
     for module in reading.modules():
         for read in vars(module).get("_fsdp_reads", {}).values():
             if isinstance(read, Read):
-                _, name, offset, shape, size, *_ = read.arguments
-                entry = found.setdefault(id(read.shard.data), (read.shard.data, size, {}))
-                entry[2][name] = name, offset, tuple(shape)
-    return [Sharded(data, list(slots.values()), size) for data, size, slots in found.values()]
+                bucket, name, offset, shape, size, *_ = read.arguments
+                entry = found.setdefault(id(read.shard.data), (read.shard.data, bucket, size, {}))
+                entry[3][name] = name, offset, tuple(shape)
+    return [Sharded(data, bucket, list(slots.values()), size) for data, bucket, size, slots in found.values()]
 
 
 @dataclasses.dataclass

@@ -1,19 +1,30 @@
 """Comparisons of statements, by threads in the place of ranks."""
 
+import contextlib
+import sys
 import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
-from fsdp_compile import RankError
+from fsdp_compile import ConfigError, RankError, rewrite
 from fsdp_compile.runtime.agreement import Agreement, Line
+from fsdp_compile.statements import statement_of_graphs
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from agreement import phases
 
 NUM_RANKS = 4
 
 
-def in_threads(function):
+def in_threads(function, store=None):
     """What `function(agreement)` returns, or raises, on each of the ranks at once."""
-    store = dist.HashStore()
+    store = dist.HashStore() if store is None else store
     store.set_timeout(timedelta(seconds=60))
     results = {}
 
@@ -67,3 +78,142 @@ def test_a_statement_may_be_longer_on_one_rank():
     for error in in_threads(say_more):
         assert isinstance(error, RankError)
         assert "rank 3: more" in str(error) and ": nothing" in str(error)
+
+
+STORES = {
+    "tcp": lambda path: dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False),
+    "prefix": lambda path: dist.PrefixStore("some", dist.PrefixStore("name", dist.HashStore())),
+    "file": lambda path: dist.FileStore(str(path / "store"), NUM_RANKS),
+}
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_long_loop_leaves_a_bounded_number_of_keys(tmp_path, kind):
+    """Statements that are the same, that differ, decisions, refusals, and errors that ranks come back from."""
+
+    def go_on(agreement, numbers):
+        refused = 0
+        for number in numbers:
+            agreement.agree([Line(f"statement {number}")])
+            with contextlib.suppress(RankError):
+                agreement.agree([Line("other" if agreement.rank == number % NUM_RANKS else "alike")])
+            try:
+                made = agreement.decided_by_first([Line("a number")], lambda number=number: decide(number))
+                assert made == f"made {number}"
+            except ConfigError as e:
+                assert str(e) == f"no plan for {number}"
+                refused += 1
+            agreement.tell(ValueError("bad rows"))
+            agreement.look()
+        return refused
+
+    def decide(number):
+        if number % 3 == 0:
+            raise ConfigError(f"no plan for {number}")
+        return f"made {number}"
+
+    store, num_keys = STORES[kind](tmp_path), []
+    agreements = {}
+    for numbers in (range(3), range(3, 15)):
+
+        def again(agreement, numbers=numbers):
+            return go_on(agreements.setdefault(agreement.rank, agreement), numbers)
+
+        assert in_threads(again, store) == [len(numbers) // 3] * NUM_RANKS
+        num_keys.append(store.num_keys())
+    assert num_keys[0] == num_keys[1] <= 4  # the news and an error that was raised last, and what a kind has of its own
+
+
+def test_what_the_first_rank_fails_with_is_told_to_the_others():
+    def decide(agreement):
+        agreement.decided_by_first([Line("a number")], lambda: 1 // 0)
+
+    first, *others = in_threads(decide)
+    assert isinstance(first, ZeroDivisionError)
+    for error in others:
+        assert isinstance(error, RankError)
+        assert "rank 0, which decides for all, raised ZeroDivisionError: integer division" in str(error)
+
+
+def test_a_rank_that_does_not_decide_stops_the_others():
+    def decide(agreement):
+        if agreement.rank == 2:
+            agreement.agree([Line("something else")])
+        else:
+            agreement.decided_by_first([Line("a number")], lambda: "1")
+
+    for error in in_threads(decide):
+        assert isinstance(error, RankError)
+        assert "rank 2: something else" in str(error)
+
+
+def test_of_many_ranks_that_do_not_come_some_are_named():
+    agreement = Agreement(tuple(range(100)), 3, dist.HashStore())
+    agreement.limit = 0.1
+    with pytest.raises(RankError, match="ranks 0, 1, 2, 4, 5, 6, 7, 8 and 91 more have not come to where rank 3 is"):
+        agreement.agree([Line("a statement")])
+
+
+def test_a_rank_that_comes_back_makes_place_for_one_that_does_not(monkeypatch):
+    monkeypatch.setattr("fsdp_compile.runtime.agreement._PATIENCE", 0.1)
+    store = dist.HashStore()
+    first, second, third = (Agreement((0, 1, 2), rank, store) for rank in range(3))
+    first.tell(ValueError("one"))
+    second.tell(ValueError("two"))
+    with first.running([Line("a forward")]), third.running([Line("a forward")]):
+        for _ in range(3):
+            for agreement in (first, second, third):
+                agreement.look()
+            time.sleep(0.1)
+        text = "rank 1 has not come back since it raised ValueError: two"
+        assert [agreement.failure for agreement in (first, second, third)] == [text] * 3
+
+
+def test_a_rank_that_has_run_what_another_has_not_parts_all_of_them():
+    store = dist.HashStore()
+    first, second, third = (Agreement((0, 1, 2), rank, store) for rank in range(3))
+
+    def compare():
+        with pytest.raises(RankError, match="rank 0: something new"):
+            first.agree([Line("something new")])
+
+    comparing = threading.Thread(target=compare)
+    comparing.start()
+    while store.num_keys() < 5:
+        time.sleep(0.01)
+    second.look()
+    assert second.failure is None
+    with pytest.raises(RankError, match="rank 1: a forward"), second.running([Line("a forward")]):
+        second.look()
+        raise RuntimeError("closed")
+    third.look()
+    comparing.join()
+    assert first.failure == second.failure == third.failure
+
+
+def test_a_statement_names_the_parameters_that_travel_alone():
+    class Part(nn.Module):
+        def __init__(self, reads_bias):
+            super().__init__()
+            self.linear, self.reads_bias = nn.Linear(4, 4), reads_bias
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.linear.weight, self.linear.bias if self.reads_bias else None).sum()
+
+    def statement(reads_bias, lowering):
+        graphs = rewrite(Part(reads_bias), torch.ones(2, 4), world_size=2, collective_lowering=lowering)
+        return [line.text for line in statement_of_graphs(graphs)]
+
+    assert statement(True, "packed")[1].startswith("all_gather of root in the forward")
+    assert statement(True, "grouped")[1].startswith("all_gather_grouped of root (linear.weight, linear.bias) in the ")
+    assert statement(False, "grouped")[1].startswith("all_gather_grouped of root (linear.weight) in the forward")
+    assert statement(False, "grouped")[-1].startswith("reduce_scatter_grouped of root (linear.weight) in the backward")
+
+
+def test_requests_do_not_grow_with_the_number_of_ranks():
+    """Those of a rank, in the phases of benchmarks/agreement.py, all of which end."""
+    few, many = phases(6, 2.0), phases(24, 2.0)
+    for phase, of_many in zip(few, many, strict=True):
+        assert of_many.mean < 1.5 * phase.mean + 1, phase.name
+    assert len(many[-1].to_error) == 24
+    assert max(many[-1].to_error) < 30

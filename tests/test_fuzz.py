@@ -14,7 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import ConfigError, rewrite
 from fsdp_compile.costs import HARDWARE, predict
-from tests.random_models import RandomModel, schedules, trees
+from tests.random_models import HeadedModel, RandomModel, Tiny, TinyUnit, schedules, tiny_units, trees
 from tests.simulation import Simulation
 
 NUM_EXAMPLES = 2000 if settings.get_current_profile_name() == "thorough" else 400
@@ -54,6 +54,7 @@ DOUBLE = (
 )
 PLANNED = {"hardware": HARDWARE["h100"]}
 NORMED = ("sequence", (("adapter", 2), ("norm",), ("embedding", 2), ("residual", ("mlp", 7))))
+COUNTED = ("sum", ("counted",), ("named", "a,b", ("mlp", 3)))
 ADAPTERS = ("sequence", (("adapter", 3), ("linear", False), ("adapter", 3), ("adapter", 3)))
 
 
@@ -64,6 +65,7 @@ ADAPTERS = ("sequence", (("adapter", 3), ("linear", False), ("adapter", 3), ("ad
 @example(NORMED, True, (2, 2), {"reshard_after_forward": False}, 3, True)  # rows were looked up by rounding
 @example(DOUBLE, False, (1, 2), {"collective_lowering": "packed"}, 1, False)  # an f64 gradient of f32 precision
 @example(("residual", ADAPTERS), False, (1, 3), PLANNED, 1, True)  # two gathers right before the first kernel
+@example(COUNTED, False, (1, 2), {"collective_lowering": "grouped"}, 2, False)  # a buffer was read after it was written
 def test_a_random_model_computes_what_it_does_unsharded(tree, is_double, world_size, options, rows, poison):
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -85,6 +87,21 @@ def test_a_random_model_computes_what_it_does_unsharded(tree, is_double, world_s
         compare_gradients(model, simulation, of_rank, reduced, rank % world_size[1])
 
 
+@settings(max_examples=NUM_EXAMPLES // 4)
+@given(trees(), st.integers(1, 4), st.sampled_from(WORLD_SIZES))
+def test_a_random_graph_knows_which_outputs_lead_to_which_gradients(tree, num_heads, world_size):
+    torch._dynamo.reset()
+    model = HeadedModel(tree, num_heads)
+    found = Simulation.of(model, model.inputs(2, 0), world_size).outputs_leading_to(model)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    expected = {name: set() for name in trained}
+    for index, output in enumerate(model(*model.inputs(2, 0))):
+        given = torch.autograd.grad(output.sum(), trained.values(), retain_graph=True, allow_unused=True)
+        for name, gradient in zip(trained, given, strict=True):
+            expected[name] |= {index} if gradient is not None else set()
+    assert {name: found[name] for name in trained} == expected
+
+
 @settings(max_examples=NUM_EXAMPLES // 10)
 @given(trees(), st.sampled_from(WORLD_SIZES), st.floats(0.5, 1.2))
 def test_a_random_budget_is_kept_or_refused(tree, world_size, part):
@@ -101,12 +118,28 @@ def test_a_random_budget_is_kept_or_refused(tree, world_size, part):
         assert predict(graphs, hardware).memory.peak.total <= budget
 
 
+@settings(max_examples=NUM_EXAMPLES // 20)
+@given(tiny_units(), st.sampled_from(WORLD_SIZES), st.sampled_from([2, 10**7]), st.sampled_from([None, 100, 10**9]))
+@example([((), torch.float64, True), ((1,), torch.float32, False)], (1, 2), 10**7, None)  # planning never ended
+def test_units_of_a_few_bytes_are_planned(units, world_size, rows, budget):
+    torch._dynamo.reset()
+    options = {"auto_wrap_policy": {TinyUnit}, "hardware": HARDWARE["h100"], "memory_budget": budget}
+    try:
+        graphs = rewrite(Tiny(units), torch.empty(rows, device="meta"), world_size=world_size, **options)
+    except ConfigError as e:
+        assert budget is not None and re.search(r"memory_budget of .* are missing", str(e))
+    else:
+        assert budget is None or predict(graphs, HARDWARE["h100"]).memory.peak.total <= budget
+
+
 def unsharded(model, inputs, seeds):
     """Outputs and gradients of each rank's rows, by eager; zeros for parameters that have none."""
     outputs, gradients = [], []
+    buffers = [buffer.clone() for buffer in model.buffers()]
     for own, seed in zip(inputs, seeds, strict=True):
         torch.manual_seed(seed)
         model.zero_grad()
+        load_buffers(model, buffers)
         found = model(*own)
         found = list(found) if isinstance(found, tuple) else [found]
         outputs.append([each.detach() for each in found])
@@ -116,6 +149,11 @@ def unsharded(model, inputs, seeds):
         gradients.append({name: grad.clone() for name, grad in grads.items()})
     model.zero_grad()
     return outputs, gradients
+
+
+def load_buffers(model, values):
+    for buffer, value in zip(model.buffers(), values, strict=True):
+        buffer.copy_(value)
 
 
 def compare_gradients(model, simulation, found, reduced, index):

@@ -4,9 +4,23 @@ import ast
 import inspect
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compile import compat, fsdp_compile, rewrite, shard
+from fsdp_compile import CaptureError, ConfigError, compat, fsdp_compile, rewrite, shard
 
 TESTS = Path(__file__).parent
 SHOWN_BY = {  # the test that fails if the option has no effect, or that shows that it is refused
@@ -64,3 +78,130 @@ def test_the_named_test_exists(test):
     file, _, name = test.partition("::")
     names = {node.name for node in ast.walk(ast.parse((TESTS / file).read_text())) if isinstance(node, ast.FunctionDef)}
     assert name in names
+
+
+class Odd:
+    """It cannot be hashed, compared, or asked whether it is true."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise RuntimeError("an odd value was compared")
+
+    def __bool__(self):
+        raise RuntimeError("an odd value was asked whether it is true")
+
+
+def odd_values():
+    """Of every type that might be given by mistake; some have a meaning for some option."""
+    yield from ([], [1], [None], [[]], (), (1, 2), {}, {"a": 1}, {"*": [1]}, {1: 1}, set(), iter([]), iter([1]))
+    yield from (0, 1, -1, 2**70, 10**400, 1.5, 1j, float("nan"), float("inf"), True, False, None)
+    yield from ("", "odd", "\0", "x" * 5000, b"x", "9" * 400 + " GiB", torch.float32, torch.device("cpu"))
+    yield from (np.int64(1), np.float64("nan"), np.bool_(True), np.ones(2), torch.tensor(1.0), torch.ones(2))
+    yield from (int, nn.Linear, ModuleWrapPolicy, MixedPrecisionPolicy, CPUOffloadPolicy, ShardingStrategy)
+    yield from (object(), Odd(), BackwardPrefetch, nn.Linear(2, 2), nn.Parameter(torch.ones(2)))
+    yield from (lambda: True, lambda module: None, lambda module, recurse: True, CustomPolicy(lambda: True))
+    yield from (CustomPolicy(3), ModuleWrapPolicy(set()), MixedPrecisionPolicy(param_dtype="bf16"))
+    yield from (MixedPrecisionPolicy(torch.int8), MixedPrecisionPolicy(cast_forward_inputs=3))
+    yield from ({"": MixedPrecisionPolicy(output_dtype=3)}, MixedPrecision("bf16"), MixedPrecision(buffer_dtype=3))
+    yield from (MixedPrecision(_module_classes_to_ignore=[3]), CPUOffloadPolicy(pin_memory=3))
+    yield from (CPUOffload(offload_params="yes"), {"max_autotune": "x"}, {"cpp.threads": 1.5}, {"max-fusion": 1})
+
+
+def options_of(function):
+    named = [option for option, each in inspect.signature(function).parameters.items() if each.kind not in VARIADIC]
+    return [option for option in named if option not in ("cls", "model", "module")]
+
+
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+NEEDED = {  # by other options, to have a meaning
+    "memory_budget": {"hardware": "h100"},
+    "example_inputs": {"sharding_strategy": "auto", "hardware": "h100"},
+}
+ALSO_CALLED = {"fsdp_auto_wrap_policy": "auto_wrap_policy"}  # what errors say of an option
+
+
+def tiny():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model.register_buffer("buffer", torch.ones(2))
+    return model
+
+
+def everything_of(model):
+    modules = [(id(module), type(module), sorted(vars(module))) for module in model.modules()]
+    tensors = [(id(tensor), tensor.dtype, tensor.device) for tensor in (*model.parameters(), *model.buffers())]
+    return modules, tensors
+
+
+@pytest.fixture
+def two_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+ONE_OF_A_LIST = "fully_shard of a list"
+
+
+@pytest.mark.parametrize(
+    ("function", "option"),
+    [
+        pytest.param(each, option, id=f"{each.__qualname__}-{option}")
+        for each in FUNCTIONS
+        for option in options_of(each)
+    ]
+    + [pytest.param(ONE_OF_A_LIST, option, id=f"list-{option}") for option in options_of(compat.fully_shard)],
+)
+def test_an_odd_value_works_or_is_refused_by_name(two_ranks, function, option):
+    for value in odd_values():
+        if option == "device_id" and isinstance(value, int) and value in (0, 1):
+            continue  # a GPU, where there is one
+        if option == "sharding_strategy" and isinstance(value, CPUOffload):
+            continue  # what torch 1.11 has in this place
+        model = tiny()
+        before = everything_of(model)
+        try:
+            called = call(function, model, {**NEEDED.get(option, {}), option: value})
+        except (ConfigError, CaptureError) as e:
+            assert ALSO_CALLED.get(option, option) in str(e), value
+            assert isinstance(e, ConfigError) or option == "example_inputs", value
+            assert everything_of(model) == before, value
+        else:
+            if called is not None:
+                called(torch.ones(2, 3)).sum().backward()
+
+
+def call(function, model, options):
+    """What can be called then, without being compiled."""
+    if function is ONE_OF_A_LIST:
+        compat.fully_shard(list(model), **options)
+        return None
+    if function is rewrite:
+        rewrite(model, torch.ones(2, 3), **{"world_size": 2, **options})
+        return None
+    if function is FUNCTIONS[-1]:
+        function = compat.FullyShardedDataParallel
+    sharded = function(model, **options)
+    return sharded if function is shard and "example_inputs" not in options else None
+
+
+def test_options_of_inductor_have_either_spelling():
+    model = fsdp_compile(tiny(), options={"max-fusion-size": 8})
+    model(torch.ones(2, 3)).sum().backward()
+    for name in ("reorder-for-locality", "reorder_for_locality"):
+        with pytest.raises(ConfigError, match=f"options: {name} would undo the schedule"):
+            fsdp_compile(tiny(), options={name: True})
+
+
+@pytest.mark.parametrize("policy", [lambda module, recurse, unwrapped: False, nn.Linear(2, 2).forward])
+def test_a_policy_of_another_signature_is_told_which_is_called(policy):
+    with pytest.raises(ConfigError, match=r"auto_wrap_policy: .*\(module=\.\.\., recurse=\.\.\., nonwrapped_numel"):
+        shard(tiny(), auto_wrap_policy=policy)
+
+
+def test_an_iterator_serves_every_strategy_that_is_tried():
+    model, hardware = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "h100"
+    options = {"world_size": 64, "sharding_strategy": "auto", "hardware": hardware, "memory_budget": "100 KB"}
+    found = rewrite(model, torch.ones(1, 64), auto_wrap_policy=iter(["0", "1"]), **options)
+    assert str(found) == str(rewrite(model, torch.ones(1, 64), auto_wrap_policy=["0", "1"], **options))
+    assert "all_gather(0" in str(found)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fsdp_compile.chains import Bucket, Chain, Channel, Outcome, Parameter, Plan, Reduction, evaluate, plain_plan
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.planning import best_plan, front
+from fsdp_compile.steps import SAME, _leanest, _search
 
 # Profiles are in tests/conftest.py. Parameters of a chain that is compared with all plans; numbers of long chains.
 MOST, NUM_LONG = (7, 300) if settings.get_current_profile_name() == "thorough" else (5, 10)
@@ -156,6 +157,23 @@ def chain_of(seconds, reads, reductions=()):
 @example(chain_of([0, 0], HALF_REDUCED, [Reduction(1, 0)]), Channel(0, 2, 0.5, 1))
 def test_the_best_plan_is_the_best_of_all_plans(chain, channel):
     check_against_all_plans(chain, channel)
+
+
+@given(chains(4), channels(), st.integers(0, 40))
+@example(chain_of([4, 4, 4], [(2, 0), (3, 1), (5, 2)]), Channel(0, 0, 1, 1), 3)  # peaks of 7 and 8: nothing between
+def test_the_search_for_a_lean_plan_ends(chain, channel, room):
+    """However few bytes there are to choose between; what it finds fits and is as fast as the fastest."""
+    limit = chain.lowest_peak + room
+    forms, asked = (False, True), itertools.count()
+
+    def search(tight):
+        assert next(asked) < 20
+        return _search(tight, channel, forms, limit)
+
+    fastest = evaluate(chain, best_plan(chain, channel, limit=limit), channel)
+    lean = evaluate(chain, _leanest(chain, channel, search, limit), channel)
+    assert lean.peak <= limit
+    assert lean.seconds <= SAME * fastest.seconds
 
 
 def long_chain(random):

@@ -14,12 +14,32 @@ from ..graphs import RewrittenGraphs
 from ..passes import ops
 from ..passes.plan import StepPlan
 from .hardware import HARDWARE, Hardware, find_hardware, hardware_of_gpu
+from .memory import Memory
 from .nodes import Compiler, full_bytes, num_bytes
-from .predict import Prediction, bytes_text, predict, table, time_text
+from .predict import (
+    Prediction,
+    bytes_text,
+    find_optimizer,
+    memory_text,
+    predict,
+    step_memory,
+    table,
+    time_text,
+)
 from .work import Work
 
+_WHICH = f"explain(NAME) with one of {', '.join(HARDWARE)}, or the file that `python -m fsdp_compile calibrate` wrote"
 _SHOWN = 3  # waits that are listed
 _WORTH_IT = 0.01  # of a step
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """What a step does on any hardware: its work, what a rank holds meanwhile, and the plan, if there is one."""
+
+    work: Work
+    memory: Memory
+    plan: StepPlan | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +48,9 @@ class Explanation:
 
     Attributes:
         graphs: one for each set of guards that was compiled.
-        predictions: of a step of each, in the same order.
+        predictions: of a step of each, in the same order; none where the hardware is not known.
+        outlines: what is known of a step of each on any hardware.
+        units: the names of the model's, to be shown.
         reason: why the sharding strategy was chosen, if it was.
         compilations: graph breaks and recompilations so far, a line each.
         comparison: of a prediction with what was measured, as text.
@@ -36,6 +58,8 @@ class Explanation:
 
     graphs: Sequence[RewrittenGraphs]
     predictions: Sequence[Prediction]
+    outlines: Sequence[Outline] = ()
+    units: Sequence[str] = ()
     reason: str | None = None
     compilations: str = ""
     comparison: str = ""
@@ -43,9 +67,14 @@ class Explanation:
     def __str__(self) -> str:
         if not self.graphs:
             return "nothing was compiled so far: call the model once"
-        texts = [table([("strategy", self.reason)])] if self.reason else []
-        for number, prediction in enumerate(self.predictions, 1):
-            texts.append("\n".join([f"graph {number} of {len(self.graphs)}", *_lines(prediction)]))
+        head = [("strategy", self.reason)] if self.reason else []
+        head += [("units", f"{len(self.units)}: {', '.join(self.units)}")] if self.units else []
+        texts = [table(head)] if head else []
+        for number, outline in enumerate(self.outlines, 1):
+            prediction = self.predictions[number - 1] if self.predictions else None
+            texts.append("\n".join([f"graph {number} of {len(self.graphs)}", *_lines(outline, prediction)]))
+        if not self.predictions:
+            texts.append(table([("seconds", f"are predicted for hardware that is known: {_WHICH}")]))
         if self.compilations:
             texts.append(table(("compilations", line) for line in self.compilations.splitlines()))
         return "\n\n".join([*texts, self.comparison] if self.comparison else texts)
@@ -57,38 +86,52 @@ def explain(
     *,
     optimizer: str = "adam",
     compiler: Compiler = "inductor",
+    units: Sequence[str] = (),
     reason: str | None = None,
     compilations: str = "",
 ) -> Explanation:
     """What was decided in these graphs, and what a step of them is predicted to take.
 
     Args:
-        hardware: one of `HARDWARE` by name, a file that `calibrate` wrote, or a description; None is the GPU at hand.
+        hardware: one of `HARDWARE` by name, a file that `calibrate` wrote, or a description; None is the GPU at hand,
+            and without one that is known nothing is said in seconds.
         optimizer: one of `predict.OPTIMIZERS`.
         compiler: what compiles the graphs; see `nodes.Compiler`.
         reason: why the sharding strategy was chosen, to be shown.
         compilations: graph breaks and recompilations, a line each, to be shown.
 
     Raises:
-        ConfigError: there is no such hardware or optimizer, or no GPU that is known.
+        ConfigError: there is no such hardware or optimizer.
     """
+    find_optimizer(optimizer)
     found = hardware_of_gpu() if hardware is None else find_hardware(hardware)
     if found is None:
-        raise ConfigError(
-            f"say for which hardware: one of {', '.join(HARDWARE)}, or a file that "
-            "`python -m fsdp_compile calibrate` wrote"
-        )
-    predictions = [predict(each, found, optimizer=optimizer, compiler=compiler) for each in graphs]
-    return Explanation(graphs, predictions, reason, compilations)
+        predictions = []
+        works = [Work.of(each, compiler=compiler) for each in graphs]
+        memories = [step_memory(work, optimizer) for work in works]
+    else:
+        predictions = [predict(each, found, optimizer=optimizer, compiler=compiler) for each in graphs]
+        works, memories = [each.work for each in predictions], [each.memory for each in predictions]
+    plans = [each.plan for each in graphs]
+    outlines = [Outline(*each) for each in zip(works, memories, plans, strict=True)]
+    return Explanation(graphs, predictions, outlines, units, reason, compilations)
 
 
-def _lines(prediction: Prediction) -> list[str]:
-    texts = [
-        table([("schedule", _schedule(prediction.graphs.plan)), ("collectives", _collectives(prediction.work))]),
-        str(prediction),
-        table([("exposed", _exposed(prediction) or "nothing")]),
-        table(("could change", text) for text in _changes(prediction) or ["nothing that is predicted to help"]),
-    ]
+def hardware_is_missing() -> ConfigError:
+    """What to raise where something is to be shown in seconds."""
+    return ConfigError(f"say for which hardware: {_WHICH}")
+
+
+def _lines(outline: Outline, prediction: Prediction | None) -> list[str]:
+    texts = [table([("schedule", _schedule(outline.plan)), ("collectives", _collectives(outline.work))])]
+    if prediction is None:
+        texts.append(table([("memory", memory_text(outline.memory))]))
+    else:
+        texts += [
+            str(prediction),
+            table([("exposed", _exposed(prediction) or "nothing")]),
+            table(("could change", text) for text in _changes(prediction) or ["nothing that is predicted to help"]),
+        ]
     return [f"  {line}" for text in texts for line in text.splitlines()]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,8 @@ class Hardware:
             fields = json.loads(text)
         except json.JSONDecodeError as e:
             raise ConfigError(f"no hardware profile: {e}") from None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"no hardware profile: it is a {type(fields).__name__}, not fields by name")
         known = {field.name: field for field in dataclasses.fields(cls)}
         missing = {name for name, field in known.items() if field.default is dataclasses.MISSING} - set(fields)
         if missing or set(fields) - set(known):
@@ -130,10 +133,12 @@ def find_hardware(hardware: Hardware | str) -> Hardware:
         raise ConfigError(f"hardware is a Hardware, a name or the name of a file, not {hardware!r}")
     if hardware in HARDWARE:
         return HARDWARE[hardware]
-    path = Path(hardware)
-    if not path.is_file():
+    if not os.path.isfile(hardware):
         raise ConfigError(f"hardware {hardware!r} is neither a file nor one of {', '.join(HARDWARE)}")
-    return Hardware.from_json(path.read_text())
+    try:
+        return Hardware.from_json(Path(hardware).read_text())
+    except (ConfigError, UnicodeDecodeError) as e:
+        raise ConfigError(f"hardware {hardware!r}: {e}") from None
 
 
 def hardware_of_gpu() -> Hardware | None:

@@ -119,7 +119,6 @@ class Prediction:
         return formulas_of(self.graphs, optimizer=self.optimizer, compiler=self.work.compiler, names=names)[name]
 
     def __str__(self) -> str:
-        held = self.memory.peak.held
         above = f"{self.seconds / self.lower_bound - 1:.1%} above it" if self.lower_bound else "empty"
         is_slowed = self.slowed > _NEGLIGIBLE * self.seconds
         slowed = f" (beside communication {time_text(self.slowed)} more)" if is_slowed else ""
@@ -128,10 +127,16 @@ class Prediction:
             "step": f"{time_text(self.seconds)} on {self.hardware.name}: compute {time_text(self.timeline.compute)}"
             f"{slowed}, exposed communication {time_text(self.exposed)}, optimizer {time_text(self.optimizer_seconds)}",
             "lower bound": f"{time_text(self.lower_bound)}, set by {binds}; the schedule is {above}",
-            "memory": f"{bytes_text(self.memory.peak.total)} at the peak, in the {self.memory.peak.side}: "
-            + ", ".join(f"{name} {bytes_text(held[name])}" for name in CATEGORIES if held[name]),
+            "memory": memory_text(self.memory),
         }
         return table(rows.items())
+
+
+def memory_text(memory: Memory) -> str:
+    """The peak, and what it is made of."""
+    peak = memory.peak
+    held = ", ".join(f"{name} {bytes_text(peak.held[name])}" for name in CATEGORIES if peak.held[name])
+    return f"{bytes_text(peak.total)} at the peak, in the {peak.side}: {held}"
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
@@ -170,9 +175,7 @@ def predict(
     Raises:
         ConfigError: there is no such optimizer.
     """
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
-    of_optimizer = OPTIMIZERS[optimizer]
+    of_optimizer = find_optimizer(optimizer)
     work = Work.of(graphs, compiler=compiler)
     gradients = gradient_bytes(work)
     kernels = [kernel for side in work.sides for kernel in side.kernels]
@@ -181,11 +184,7 @@ def predict(
         work,
         hardware,
         simulate(work, hardware, rings_of(work, hardware) if rings is None else rings),
-        memory_of(
-            work,
-            optimizer_bytes=int(of_optimizer.states * gradients),
-            reduction_workspace=hardware.reduction_workspace,
-        ),
+        step_memory(work, optimizer, hardware.reduction_workspace),
         of_optimizer.traffic * gradients / hardware.memory_bandwidth,
         sum(side.flops for side in work.sides),
         (3 if work.backward else 1) * work.forward.flops,
@@ -193,6 +192,19 @@ def predict(
         graphs,
         optimizer,
     )
+
+
+def find_optimizer(optimizer: str) -> Optimizer:
+    """One of `OPTIMIZERS`; raises ConfigError if there is none of this name."""
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    return OPTIMIZERS[optimizer]
+
+
+def step_memory(work: Work, optimizer: str, reduction_workspace: float = 0.0) -> Memory:
+    """What a rank holds during a step, the states of the optimizer included."""
+    states = int(find_optimizer(optimizer).states * gradient_bytes(work))
+    return memory_of(work, optimizer_bytes=states, reduction_workspace=reduction_workspace)
 
 
 def rings_of(work: Work, hardware: Hardware) -> dict[str, Ring]:

@@ -2,13 +2,21 @@
 
 What a rank is about to do is a statement, line by line. A statement that is new to a rank is compared with those of the
 others before any of its collectives runs; one that was compared before costs nothing, whenever a rank comes back to it.
-Statements go through the store of the process group, not through a collective: the comparison itself cannot hang.
+Statements go through the store of the process group, not through a collective: the comparison itself cannot hang. What
+one rank decides for all (`decided_by_first`) is told in the same way.
 
 A rank can also run what was agreed on while another one is about to run something new (a branch taken on one rank
-only). It then stands in a collective that will never be complete. A thread of each process looks for that once a
-second: how many graphs each rank has run says that it is so, without a time limit. A rank that raised something else
-in its forward or backward, and does not come back, leaves the others in a collective as well; it says what it raised.
-The thread ends the groups of this model, and what waits in them raises.
+only), or runs something else that was agreed on (a backward that another rank leaves out), or reads a parameter outside
+of graphs that the others do not read. It then stands in a collective that will never be complete. A thread of each
+process looks for that once a second: how many places each rank has come to, and which (`places`), says that it is so,
+without a time limit. A rank that raised something else in its forward or backward, and does not come back, leaves the
+others in a collective as well; it says what it raised. The thread ends the groups of this model, and what waits in them
+raises.
+
+What a rank asks of the store does not depend on how many ranks there are. While nothing happens, a process asks for one
+key a second, for all its agreements: the news, a number that grows with every event. Only when it has grown, a rank
+asks what happened, and finds it in keys that have the same names whoever wrote them. The keys of a comparison are
+deleted when all ranks have read its result.
 """
 
 from __future__ import annotations
@@ -21,7 +29,8 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -31,11 +40,21 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import RankError, one_line
+from ..errors import CaptureError, ConfigError, RankError, one_line
 from . import gloo
+from .places import Place, Track, Visit, at, parted
 
 _TICK = 1.0
 """Seconds between two looks of the thread."""
+
+_LONGEST_PAUSE = 2.0
+"""Seconds between two looks of a rank that waits for others, at most; at first it looks more often."""
+
+_LOOKS_OF_ALL = 1000.0
+"""Looks a second of all ranks that wait, at most: few ranks look more often than many."""
+
+_HEARS = 4.0
+"""Seconds between two times that a rank which waits for others asks for news."""
 
 _LOST = "Connection closed by peer", "Connection reset by peer"
 """What gloo says (torch 2.11 to 2.13) when another process is gone."""
@@ -45,6 +64,9 @@ _LATE = "Timed out waiting"
 
 _PATIENCE = 10.0
 """Seconds for which a rank waits for one that has raised, before it gives up."""
+
+_MOST_NAMED = 8
+"""Ranks that an error names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,26 +104,34 @@ class Agreement:
     """What some ranks have compared.
 
     Attributes:
-        num_run: how many graphs with collectives this rank has begun to run.
+        num_run: how many forwards and backwards with collectives, and collectives outside of graphs, this rank has
+            begun to run.
         failure: why the ranks cannot go on together, once they cannot.
         limit: seconds that a rank waits for the others.
+        store: of the process group.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, store: Any) -> None:
-        self.ranks, self.rank = ranks, rank
+        self.ranks, self.rank, self.store = ranks, rank, store
         self.num_run = 0
         self.failure: str | None = None
         self.limit: float = store.timeout.total_seconds()
         name = f"fsdp_compile/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
-        self._store = distributed_c10d.PrefixStore(name, store)
+        self._keys = _Keys(store, name)
         self._agreed: set[str] = set()
         self._num_compared = 0
         self._is_comparing = False
         self._groups: set[str] = set()
         self._running: Statement = ()
         self._num_entered = 0
-        self._has_told = False
+        self._told: str | None = None
+        self._heard: str | None = None
+        self._saw_opened: tuple[str, int] | None = None
+        self._raised: _Raised | None = None
+        self._opened: _Opened | None = None
         self._waits_since: float | None = None
+        self._visit: Visit | None = None
+        self._tracks: dict[str, Track] = {}
 
     def agree_on_graph(self, statement: Statement, groups: Iterable[str]) -> None:
         """Before a graph runs for the first time; `groups` are the names of the process groups of its collectives.
@@ -122,34 +152,72 @@ class Agreement:
         Raises:
             RankError: it is not the same on all ranks, or a rank has not come within the time limit.
         """
-        self._raise_failure()
-        said, self._is_comparing = _Comparison(self._num_compared, self._store), True
+        self.come_back()
+        with self._comparing() as said:
+            said.arrive(self.rank, self.num_run, statement)
+            result = self._wait_for(said.result, lambda: _absent_text(said.absent(self.ranks), self.rank))
+            said.leave()
+        if result != _SAME:
+            raise RankError(result)
+
+    def decided_by_first(self, statement: Statement, make: Callable[[], str]) -> str:
+        """What `make` returns on the first rank. The others do not call it: they wait, and are told.
+
+        Args:
+            statement: what is to be decided. Every rank makes it, at this point of its program.
+
+        Raises:
+            RankError: as `agree`; or, on the other ranks, the first has raised another error than the following.
+            ConfigError, CaptureError: `make` raised it on the first rank.
+        """
+        self.agree(statement)
+        if self.rank == self.ranks[0]:
+            return self._decide(make)
+        with self._comparing() as said:
+            first = f"rank {self.ranks[0]}, which decides for all,"
+            told = self._wait_for(said.decision, lambda: f"{first} has not come to a decision")
+            said.leave_decided()
+        error, text = json.loads(told)
+        if error is None:
+            return str(text)
+        if error in _ERRORS:
+            raise _ERRORS[error](text)
+        raise RankError(f"{first} raised {error}: {text}")
+
+    def _decide(self, make: Callable[[], str]) -> str:
+        said = self._comparison_number(self._num_compared)
         try:
-            said.arrive(self.rank, self.num_run, statement, len(self.ranks))
-            if self._wait_for(said, "result") != "same":
-                said.name_the_first_difference(self.rank, statement)
-                raise RankError(_difference(*said.first(), *_of_json(self._wait_for(said, "other"))))
+            made = make()
+        except BaseException as e:  # the others wait for an answer, whatever it is
+            said.decide(type(e).__name__, str(e))
+            raise
+        else:
+            said.decide(None, made)
         finally:
             self._num_compared += 1
-            self._is_comparing = False
+        return made
 
     @contextlib.contextmanager
-    def running(self, statement: Statement = ()) -> Iterator[None]:
-        """While a graph with collectives runs; its statement begins a forward.
+    def running(self, statement: Statement = (), place: Place | None = None) -> Iterator[None]:
+        """While a graph with collectives runs, or a collective outside of graphs.
+
+        Args:
+            statement: of the graph, if it is a forward.
+            place: where its collectives are, if it has any: a forward may leave them to its backward.
 
         Raises:
             RankError: the ranks have parted, before this or meanwhile.
         """
-        self._raise_failure()
-        if self._has_told:
-            self._store.delete_key(_key("raised", self.rank))
-            self._has_told = False
-        if statement:
+        self.come_back()
+        if statement or place is not None:
             self._running = statement
             self.num_run += 1
+        if place is not None:
+            self._come_to(place)
         self._num_entered += 1
         try:
-            yield
+            with at(place) if place is not None else contextlib.nullcontext():
+                yield
         except Exception as e:
             with contextlib.suppress(RuntimeError):  # the store may be gone, and that is not what is wrong
                 self._listen()  # another rank may have ended the groups
@@ -159,71 +227,138 @@ class Agreement:
             if any(lost in str(e) for lost in _LOST):
                 text = (
                     f"a rank that rank {self.rank} waits for has ended, or lost its connection: it says why, or had "
-                    "fewer batches"
+                    f"fewer batches; rank {self.rank} is in {self._visit}"
                 )
                 raise RankError(text) from e
             if _LATE in str(e):
                 text = (
                     f"a rank that rank {self.rank} waits for has not come within the time limit of the process group: "
-                    "all ranks have to call the model as often, and to go backward as often"
+                    "all ranks have to call the model as often, and to go backward as often; "
+                    f"rank {self.rank} is in {self._visit}"
                 )
                 raise RankError(text) from e
             raise
         finally:
             self._num_entered -= 1
 
+    def _come_to(self, place: Place) -> None:
+        self._visit = Visit.of(place)
+        for group in place.groups:
+            if (track := self._tracks.get(group)) is None:
+                track = self._tracks[group] = Track(self.rank, partial(self._keys.replace, f"place/{group}"))
+                self._groups.add(group)
+                _watch(self)
+            track.come_to(self._visit)
+
     def tell(self, error: Exception) -> None:
-        """Say what this rank raised: others may wait for it.
+        """Say what this rank raised: others may wait for it. One rank's error is enough for them.
 
         Raises:
             RuntimeError: the store is gone.
         """
-        if self.failure is None and not self._has_told:
-            self._has_told = True
-            self._store.set(_key("raised", self.rank), json.dumps([self.num_run, one_line(error)]))
-            self._store.set("raised", "")
+        if self.failure is None and self._told is None:
+            _watch(self)
+            self._told = _Raised(self.rank, self.num_run, one_line(error)).to_json()
+            self._tell_if_nobody_else_does()
 
-    def look(self) -> None:
-        """See whether the ranks have parted; called by the thread."""
-        said, num_run, running = _Comparison(self._num_compared, self._store), self.num_run, self._running
-        if self._is_comparing or self.failure is not None:
+    def come_back(self) -> None:
+        """Before this rank takes part again: what it raised is no longer what others wait for.
+
+        Raises:
+            RankError: the ranks have parted.
+        """
+        self._raise_failure()
+        if self._told is not None:
+            is_what_others_see = self._keys.peek("raised") == self._told
+            self._told = None
+            if is_what_others_see:
+                self._keys.delete("raised")
+                self._keys.add_news()  # who has raised as well takes the place
+
+    def look(self, news: str | None = None) -> None:
+        """See whether the ranks have parted; called by the thread.
+
+        Args:
+            news: if they have been asked for, for several agreements.
+        """
+        number, num_run, running = self._num_compared, self.num_run, self._running
+        if not self.is_to_look:
             return
-        self._listen()
-        if said.has("count"):
-            behind = [rank for rank in self.ranks if said.has("run", rank) and said.num_run_of(rank) < num_run]
+        self._hear(self.news() if news is None else news, number)
+        opened = self._opened
+        if opened is not None and opened.number == number and opened.num_run < num_run:
             # Still at the same comparison, this rank has run something else where others are about to run what is new.
-            if behind and said.number == self._num_compared and not self._is_comparing:
-                self._say_and_part(_difference(*said.first(), self.rank, running))
+            self._listen()  # others may have found the same
+            statement = None if self.failure else self._comparison_number(number).statement(opened)
+            if statement is not None and self._num_compared == number and not self._is_comparing:
+                self._say_and_part(self._difference_from(opened.rank, statement, running))
+        for track in list(self._tracks.values()):
+            if (difference := track.difference()) is not None:
+                self._say_and_part(difference)
         self._look_for_the_absent()
 
+    def _difference_from(self, rank: int, statement: Statement, running: Statement) -> str:
+        """Of what another rank is about to run from what this one is running."""
+        if running or self._visit is None:
+            return _difference(rank, statement, self.rank, running)
+        begins = f"about to begin what it has not run before: {'; '.join(map(str, statement[:2]))}"
+        return parted({rank: begins, self.rank: str(self._visit)})
+
+    @property
+    def is_to_look(self) -> bool:
+        """Whether the thread has to look: a rank that compares does so itself."""
+        return not self._is_comparing and self.failure is None
+
+    def news(self) -> str:
+        """How much has happened; the same key for all agreements of a store."""
+        return self._keys.news()
+
+    def _hear(self, news: str, number: int) -> None:
+        """If something has happened since, ask what."""
+        if news != self._heard:
+            self._listen()
+            if self.failure is not None:
+                return
+            if self._told is not None:
+                self._tell_if_nobody_else_does()
+            self._raised = _Raised.from_json(self._keys.peek("raised"))
+            self._heard = news
+        if (news, number) != self._saw_opened and not self._is_comparing:
+            self._opened = self._comparison_number(number).opened()
+            self._saw_opened = news, number
+
+    def _tell_if_nobody_else_does(self) -> None:
+        if self._told is not None and self._keys.put_first("raised", self._told) == self._told:
+            self._keys.add_news()
+
     def _look_for_the_absent(self) -> None:
-        """See whether this rank waits for one that has raised, which others may have done as well."""
-        told = _told(self._store, self.ranks) if self._store.check(["raised"]) and not self._has_told else {}
-        is_waiting = self._num_entered or self._is_comparing
-        waits_for = {rank: text for rank, (num, text) in told.items() if is_waiting or num < self.num_run}
-        if not waits_for:
+        """See whether this rank waits for one that has raised, which this one may have done as well."""
+        raised, is_waiting = self._raised, self._num_entered or self._is_comparing
+        waits = raised is not None and self._told is None and (is_waiting or raised.num_run < self.num_run)
+        if raised is None or not waits:
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since = time.monotonic()
-        elif time.monotonic() - self._waits_since > _PATIENCE:
-            rank, text = min(waits_for.items())
-            self._say_and_part(f"rank {rank} has not come back since it raised {text}")
+        elif time.monotonic() - self._waits_since > _PATIENCE and self._keys.peek("raised") == raised.to_json():
+            self._say_and_part(f"rank {raised.rank} has not come back since it raised {raised.text}")
 
     def _say_and_part(self, failure: str) -> None:
-        self._store.set("failure", failure)
+        """Part, for this reason or one that another rank has found before."""
+        failure = self._keys.put_first("failure", failure)
+        self._keys.add_news()
         self._part(failure)
 
     def _listen(self) -> None:
         """Part if another rank has said that the ranks have parted."""
-        if self.failure is None and self._store.check(["failure"]):
-            self._part(self._store.get("failure").decode())
+        if self.failure is None and (failure := self._keys.peek("failure")) is not None:
+            self._part(failure)
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
             raise RankError(self.failure)
 
     def _part(self, failure: str) -> None:
-        """End the process groups: what waits in them raises, on this rank (NCCL) or on those it waits for (gloo)."""
+        """End the process groups: what waits in them raises."""
         self.failure = failure
         for name in self._groups:
             with contextlib.suppress(RuntimeError):  # it has ended before
@@ -231,87 +366,235 @@ class Agreement:
             gloo.close(name)
         self._groups.clear()
 
-    def _wait_for(self, said: _Comparison, name: str) -> str:
-        deadline, pause = time.monotonic() + self.limit, 1e-3
-        while not said.has(name):
-            self._listen()
-            self._look_for_the_absent()
-            if self.failure is None and time.monotonic() > deadline:
-                absent = ", ".join(str(rank) for rank in self.ranks if not said.has("run", rank))
-                text = (
-                    f"rank {absent} has not come to where rank {self.rank} is within {self.limit:.0f} s: all ranks "
-                    "have to shard the same models and to call them as often (the time limit is that of the store of "
-                    "the process group)"
+    def _comparison_number(self, number: int) -> _Comparison:
+        return _Comparison(number, self._keys, len(self.ranks))
+
+    @contextlib.contextmanager
+    def _comparing(self) -> Iterator[_Comparison]:
+        """While this rank waits for others in the next comparison."""
+        self._raise_failure()
+        said, self._is_comparing = self._comparison_number(self._num_compared), True
+        try:
+            yield said
+        finally:
+            self._num_compared += 1
+            self._is_comparing = False
+
+    def _wait_for(self, ask: Callable[[], str | None], what_is_wrong: Callable[[], str]) -> str:
+        """What `ask` returns, as soon as that is not None.
+
+        A store's own waiting is not used: it keeps other threads from the store, and each time limit is printed.
+
+        Args:
+            what_is_wrong: what to say when time is over.
+        """
+        begin, hears_at = time.monotonic(), _TICK
+        longest_pause = min(max(len(self.ranks) / _LOOKS_OF_ALL, 0.02), _LONGEST_PAUSE)
+        while (found := ask()) is None:
+            waited = time.monotonic() - begin
+            if waited >= min(hears_at, self.limit):
+                hears_at = waited + _HEARS
+                self._hear(self.news(), self._num_compared)
+            if self.failure is None:
+                self._look_for_the_absent()
+            if self.failure is None and waited > self.limit:
+                self._say_and_part(
+                    f"{what_is_wrong()} within {self.limit:.0f} s: all ranks have to shard the same models and to call "
+                    "them as often (the time limit is that of the store of the process group)"
                 )
-                self._say_and_part(text)
             self._raise_failure()
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        return said.get(name)
+            time.sleep(min(max(waited * 2 / 3, 4e-3), longest_pause))
+        return found
+
+
+_SAME = "same"
+
+_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
+"""What the first rank may raise for all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+    """The keys of some ranks in a store.
+
+    Every method is one request, which does not wait for other ranks. No value is empty, or a question mark.
+    """
+
+    store: Any
+    name: str
+
+    def peek(self, key: str) -> str | None:
+        """What the key holds; None if there is no such key. (`get` would wait for one.)"""
+        found = self.store.compare_set(self._full(key), "?", "?").decode()
+        return None if found == "?" else str(found)
+
+    def put_first(self, key: str, value: str) -> str:
+        """What the key holds, which from now on is `value` if there was no such key."""
+        return str(self.store.compare_set(self._full(key), "", value).decode())
+
+    def replace(self, key: str, expected: str, value: str) -> str:
+        """What the key holds, which from now on is `value` if it was `expected`, or there was no such key for ""."""
+        return str(self.store.compare_set(self._full(key), expected, value).decode())
+
+    def put(self, key: str, value: str) -> None:
+        self.store.set(self._full(key), value)
+
+    def append(self, key: str, value: str) -> None:
+        self.store.append(self._full(key), value)
+
+    def add(self, key: str) -> int:
+        """How often this has been called for the key."""
+        return int(self.store.add(self._full(key), 1))
+
+    def delete(self, key: str) -> None:
+        self.store.delete_key(self._full(key))
+
+    def news(self) -> str:
+        found: str = self.store.compare_set("fsdp_compile/news", "?", "?").decode()
+        return found
+
+    def add_news(self) -> None:
+        """After something was written that others have to know; it is no news to those that wait for it."""
+        self.store.add("fsdp_compile/news", 1)
+
+    def _full(self, key: str) -> str:
+        return f"{self.name}/{key}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Raised:
+    """How many graphs a rank had begun to run when it raised what."""
+
+    rank: int
+    num_run: int
+    text: str
+
+    def to_json(self) -> str:
+        return json.dumps([self.rank, self.num_run, self.text])
+
+    @classmethod
+    def from_json(cls, text: str | None) -> _Raised | None:
+        return None if text is None else cls(*json.loads(text))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """Which rank came to a comparison first, how many graphs it had begun to run, and the digest of its statement."""
+
+    number: int
+    rank: int
+    num_run: int
+    digest: str
+
+    @property
+    def statement(self) -> str:
+        """The key of what it said."""
+        return f"{self.number}/statement/{self.rank}"
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.astuple(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> _Opened:
+        return cls(*json.loads(text))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
     """The keys of one comparison in the store.
 
-    The first rank to arrive says what its statement is. Of the others the store counts digests: whoever comes last
-    knows whether all are the same. If they are not, the first that differs from the first one says its statement, too.
+    `first` is who came first, with the digest of its statement; who comes with another digest writes to `result` how
+    the statements differ. All are appended to `came`, and counted in `count`; the last of them knows
+    that all have said the same, unless there is a result. Then `count` goes on with those that have read the result,
+    and the last of these deletes the keys.
+
+    In a comparison of its own the first rank of all writes a decision, which the others read.
     """
 
     number: int
-    store: Any
+    keys: _Keys
+    num_ranks: int
 
-    def has(self, *names: object) -> bool:
-        found: bool = self.store.check([self._key(*names)])
-        return found
+    def arrive(self, rank: int, num_run: int, statement: Statement) -> None:
+        own = _Opened(self.number, rank, num_run, _digest(statement))
+        first = self.opened() or self._open(own, statement)
+        if first.digest != own.digest and (said := self.statement(first)) is not None:
+            self.keys.put_first(self._key("result"), _difference(first.rank, said, rank, statement))
+        self.keys.append(self._key("came"), f"{rank} ")
+        if self.keys.add(self._key("count")) == self.num_ranks:
+            self.keys.put_first(self._key("result"), _SAME)
 
-    def get(self, *names: object) -> str:
-        return str(self.store.get(self._key(*names)).decode())
+    def _open(self, own: _Opened, statement: Statement) -> _Opened:
+        """Who came first: this rank, or another that did so meanwhile."""
+        self.keys.put(own.statement, _to_json(statement))  # before others know of it
+        first = _Opened.from_json(self.keys.put_first(self._key("first"), own.to_json()))
+        if first == own:
+            self.keys.add_news()
+        else:
+            self.keys.delete(own.statement)
+        return first
 
-    def arrive(self, rank: int, num_run: int, statement: Statement, num_ranks: int) -> None:
-        self.store.set(self._key("run", rank), str(num_run))
-        if self.store.add(self._key("arrived"), 1) == 1:
-            self.store.set(self._key("first"), _to_json(rank, statement))
-        digest = self._key("digest", _digest(statement))
-        self.store.add(digest, 1)
-        if self.store.add(self._key("count"), 1) == num_ranks:  # all digests have been counted
-            num_alike = self.store.add(digest, 0)
-            self.store.set(self._key("result"), "same" if num_alike == num_ranks else "different")
+    def opened(self) -> _Opened | None:
+        """By whom, if by anyone."""
+        first = self.keys.peek(self._key("first"))
+        return None if first is None else _Opened.from_json(first)
 
-    def num_run_of(self, rank: int) -> int:
-        return int(self.get("run", rank))
+    def statement(self, first: _Opened) -> Statement | None:
+        """Of the rank that came first; None once all ranks have left."""
+        found = self.keys.peek(first.statement)
+        return None if found is None else _of_json(found)
 
-    def first(self) -> tuple[int, Statement]:
-        return _of_json(self.get("first"))
+    def result(self) -> str | None:
+        return self.keys.peek(self._key("result"))
 
-    def name_the_first_difference(self, rank: int, statement: Statement) -> None:
-        if _digest(statement) != _digest(self.first()[1]) and self.store.add(self._key("others"), 1) == 1:
-            self.store.set(self._key("other"), _to_json(rank, statement))
+    def absent(self, ranks: Iterable[int]) -> list[int]:
+        came = {int(rank) for rank in (self.keys.peek(self._key("came")) or "").split()}
+        return [rank for rank in ranks if rank not in came]
 
-    def _key(self, *names: object) -> str:
-        return _key(self.number, *names)
+    def leave(self) -> None:
+        """Once this rank has read the result."""
+        if self.keys.add(self._key("count")) == 2 * self.num_ranks:
+            if (first := self.opened()) is not None:
+                self.keys.delete(first.statement)
+            self._delete("first", "came", "result", "count")
 
+    def decide(self, error: str | None, text: str) -> None:
+        self.keys.put(self._key("decision"), json.dumps([error, text]))
 
-def _key(*names: object) -> str:
-    return "/".join(map(str, names))
+    def decision(self) -> str | None:
+        return self.keys.peek(self._key("decision"))
 
+    def leave_decided(self) -> None:
+        """Once this rank, which is not the first, has read the decision."""
+        if self.keys.add(self._key("count")) == self.num_ranks - 1:
+            self._delete("decision", "count")
 
-def _told(store: Any, ranks: Iterable[int]) -> dict[int, tuple[int, str]]:
-    """How many graphs a rank had begun to run when it raised what."""
-    return {rank: json.loads(store.get(_key("raised", rank))) for rank in ranks if store.check([_key("raised", rank)])}
+    def _key(self, name: str) -> str:
+        return f"{self.number}/{name}"
+
+    def _delete(self, *names: str) -> None:
+        for name in names:
+            self.keys.delete(self._key(name))
 
 
 def _digest(statement: Statement) -> str:
     return hashlib.sha256("\n".join(line.text for line in statement).encode()).hexdigest()
 
 
-def _to_json(rank: int, statement: Statement) -> str:
-    return json.dumps([rank, [[line.text, line.source] for line in statement]])
+def _to_json(statement: Statement) -> str:
+    return json.dumps([[line.text, line.source] for line in statement])
 
 
-def _of_json(text: str | bytes) -> tuple[int, Statement]:
-    rank, lines = json.loads(text)
-    return rank, [Line(*line) for line in lines]
+def _of_json(text: str) -> Statement:
+    return [Line(*line) for line in json.loads(text)]
+
+
+def _absent_text(absent: Sequence[int], rank: int) -> str:
+    named = ", ".join(map(str, absent[:_MOST_NAMED]))
+    if len(absent) > _MOST_NAMED:
+        named += f" and {len(absent) - _MOST_NAMED} more"
+    have = f"rank {named} has" if len(absent) == 1 else f"ranks {named} have"
+    return f"{have} not come to where rank {rank} is"
 
 
 def _difference(first_rank: int, first: Statement, other_rank: int, other: Statement) -> str:
@@ -359,10 +642,18 @@ def _look_after_all() -> None:
             watched = list(_watched)
         if not (main.is_alive() and watched and dist.is_initialized()):
             return
-        for agreement in watched:
-            try:
-                agreement.look()
-            except RuntimeError:  # the store is gone, and with it whoever could be told
-                with _lock:
-                    _watched.discard(agreement)
-        del agreement, watched
+        _look_after(watched)
+        del watched
+
+
+def _look_after(watched: Iterable[Agreement]) -> None:
+    """One look of each, with one request for all of them while nothing happens."""
+    news: dict[Any, str] = {}
+    for agreement in watched:
+        try:
+            if agreement.is_to_look and agreement.store not in news:
+                news[agreement.store] = agreement.news()
+            agreement.look(news.get(agreement.store))
+        except RuntimeError:  # the store is gone, and with it whoever could be told
+            with _lock:
+                _watched.discard(agreement)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
+from .collectives import all_reduce_alone
 from .views import local_tensor
 
 _WIDE = torch.float64  # what powers of norms are added in: squares of float32 overflow float32
@@ -90,15 +90,13 @@ def _norm_on_this_rank(parameters: list[torch.Tensor], norm_type: float, device:
 
 def _norm_of_norms(norm: torch.Tensor, norm_type: float, mesh: DeviceMesh) -> torch.Tensor:
     """The norm over all ranks of the mesh's last axis, from that of every rank: one all-reduce."""
-    group = mesh.get_group(mesh.ndim - 1)
+    what = "the norm of the gradients (clip_grad_norm_)"
     if not math.isinf(norm_type):
-        power = norm**norm_type
-        dist.all_reduce(power, group=group)
-        return power ** (1 / norm_type)
+        power: torch.Tensor = all_reduce_alone(what, norm**norm_type, "sum", mesh) ** (1 / norm_type)
+        return power
     # A maximum may or may not keep a nan, so it travels as a flag.
     both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().to(_WIDE)])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    largest, has_nan = both.unbind()
+    largest, has_nan = all_reduce_alone(what, both, "max", mesh).unbind()
     return torch.where(has_nan > 0, math.nan, largest)
 
 

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
 import torch
 import torch.distributed._functional_collectives
+from torch.distributed.device_mesh import DeviceMesh
+
+from .agreement import Agreement, agreement_of
+from .gloo import overlapping_group
+from .places import at, outside_of_graphs
 
 _c10d = torch.ops._c10d_functional  # private, as of torch 2.11 to 2.13
+
+
+def running_alone(what: str, agreement: Agreement | None, *groups: str) -> AbstractContextManager[None]:
+    """Around collectives that are a place of their own: what they are, and the names of their process groups.
+
+    Raises:
+        RankError: other ranks do not run them; every rank raises it.
+    """
+    place = outside_of_graphs(what, *groups)
+    return at(place) if agreement is None or not groups else agreement.running(place=place)
+
+
+def all_reduce_alone(what: str, tensor: torch.Tensor, operator: str, mesh: DeviceMesh) -> torch.Tensor:
+    """Over the last axis of a mesh."""
+    group = str(overlapping_group(mesh.get_group(mesh.ndim - 1), mesh.device_type).group_name)
+    with running_alone(what, agreement_of(mesh), group):
+        reduced: torch.Tensor = _c10d.wait_tensor(_c10d.all_reduce(tensor, operator, group))
+    return reduced
 
 
 def gather_chunk(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
@@ -31,3 +57,23 @@ def reduce_packed(
     if replicas > 1:
         packed = _c10d.wait_tensor(_c10d.all_reduce(packed, reduction, replica_group))
     return (packed.to(dtype) / divisor if divisor != 1 else packed.to(dtype)).to(device)
+
+
+class OnAnyRank:
+    """Whether something is so on any of several ranks, for a list of such things; it starts with the object.
+
+    Attributes:
+        groups: names of the process groups along the axes of the ranks, one after another.
+    """
+
+    def __init__(self, is_here: Sequence[bool], groups: Sequence[str], device: torch.device) -> None:
+        self._num_ranks = torch.tensor(is_here, dtype=torch.int32, device=device)
+        self._first, *self._others = groups
+        self._pending = _c10d.all_reduce(self._num_ranks, "sum", self._first)
+
+    def wait(self) -> list[bool]:
+        """What is so on any of the ranks."""
+        found = _c10d.wait_tensor(self._pending)
+        for group in self._others:
+            found = _c10d.wait_tensor(_c10d.all_reduce(found, "sum", group))
+        return (found > 0).tolist()  # type: ignore[no-any-return]

@@ -123,6 +123,8 @@ class FlatShard:
                 view.copy_(local)
                 parameter._local_tensor = view  # type: ignore[attr-defined]
         self._hold(flat)
+        if self.accumulation is not None:
+            self.accumulation = self.accumulation.moved(self.layout, flat)
 
     def _current(self, index: int) -> nn.Parameter:
         """The parameter that the model holds now in place of `parameters[index]`."""
@@ -133,6 +135,8 @@ class FlatShard:
                 f"{slot.parameter} was sharded as a DTensor of shape {tuple(slot.shape)} and is now "
                 f"{type(found).__name__}: assign a DTensor of the same shape and placements, or shard a new model"
             )
+        if local_tensor(found).shape != local_tensor(known).shape:
+            raise ConfigError(f"{slot.parameter} was replaced by a DTensor with the rows of another rank")
         return found
 
     @property

@@ -8,6 +8,7 @@ backward has taken when autograd is done is reduced then, by itself.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..layout import Layout
-from .collectives import reduce_packed
+from .collectives import OnAnyRank, reduce_packed, running_alone
 from .guard import check_after_backward
 from .modules import not_captured
 from .views import local_views
@@ -33,12 +34,14 @@ class Accumulation:
     Attributes:
         leaf: its `.grad` is a 1-D tensor, `world_size` times as long as the shard, laid out as `fsdp::pack` does; it
             takes no memory itself.
-        offsets: of the parameters that have a part in it.
+        offsets: of the parameters that have a part in it, on this rank.
+        doubtful: of those that may have one on some ranks only; the same on all ranks.
         is_taken: whether the running backward has added it to its own gradients.
     """
 
     leaf: nn.Parameter
     offsets: set[int] = dataclasses.field(default_factory=set)
+    doubtful: set[int] = dataclasses.field(default_factory=set)
     is_taken: bool = False
 
     @classmethod
@@ -48,9 +51,18 @@ class Accumulation:
         one = torch.empty((), dtype=dtype, device=layout.compute_device or shard.device)
         return cls(nn.Parameter(one.expand(layout.shards.size * layout.numel)))
 
+    def moved(self, layout: Layout, shard: torch.Tensor) -> Accumulation:
+        """The same for a shard that has moved to another dtype or device."""
+        found = Accumulation.of(layout, shard)
+        found.offsets, found.doubtful = self.offsets, self.doubtful
+        if self.leaf.grad is not None:
+            found.leaf.grad = self.leaf.grad.to(found.leaf)
+        return found
+
     def clear(self) -> None:
         self.leaf.grad, self.is_taken = None, False
         self.offsets.clear()
+        self.doubtful.clear()
 
 
 def hand_over_gradients(shard: FlatShard) -> None:
@@ -80,15 +92,21 @@ def shard_of(data: torch.Tensor) -> FlatShard | None:
 
 
 def note_gradients(data: torch.Tensor, offsets: Iterable[int], *, is_kept: bool) -> None:
-    """Note which parameters of a shard the running backward computes gradients for; others keep `.grad` as it is."""
+    """Note which parameters of a shard the running backward computes gradients for; others keep `.grad` as it is.
+
+    Nothing is known of what other ranks' backwards compute where they are not compiled.
+    """
     if (shard := shard_of(data)) is not None:
-        note_gradients_of(shard, offsets, is_kept=is_kept)
+        doubtful = [slot.offset for slot in shard.layout.slots] if is_kept else []
+        note_gradients_of(shard, offsets, is_kept=is_kept, doubtful=doubtful)
 
 
-def note_gradients_of(shard: FlatShard, offsets: Iterable[int], *, is_kept: bool) -> None:
+def note_gradients_of(shard: FlatShard, offsets: Iterable[int], *, is_kept: bool, doubtful: Iterable[int] = ()) -> None:
+    """As `note_gradients`; of kept ones, other ranks may have none for those that are `doubtful`."""
     check_after_backward(shard.sharding)
     if is_kept and shard.accumulation is not None:
         shard.accumulation.offsets.update(offsets)
+        shard.accumulation.doubtful.update(doubtful)
     elif not is_kept:
         shard.received.update(offsets)
         _reduce_leftovers_after_backward(shard.sharding)
@@ -110,11 +128,16 @@ def _reduce_leftovers_after_backward(sharding: Any) -> None:
 
         def finish() -> None:
             sharding.is_finishing = False
-            for shard in sharding.shards:
-                if shard.has_accumulated:
-                    _reduce_leftover(shard)
+            reduce_leftovers(sharding)
 
         torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+
+def reduce_leftovers(sharding: Any) -> None:
+    """Reduce what earlier steps kept, by itself."""
+    for shard in sharding.shards:
+        if shard.has_accumulated:
+            _reduce_leftover(shard)
 
 
 @torch.no_grad()
@@ -122,11 +145,21 @@ def _reduce_leftover(shard: FlatShard) -> None:
     accumulation, layout, data = shard.accumulation, shard.layout, shard.data
     assert accumulation is not None and accumulation.leaf.grad is not None
     packed = accumulation.leaf.grad.to(layout.reduce_dtype or layout.param_dtype or data.dtype)
-    offsets = set(accumulation.offsets)
+    offsets, doubtful = set(accumulation.offsets), sorted(accumulation.doubtful)
     accumulation.clear()
     axes = layout.shards.size, layout.shards.group, data.dtype, data.device, layout.replicas.size, layout.replicas.group
-    flat = reduce_packed(packed, *axes, layout.reduction.operator, layout.reduction.divisor)
-    _give(shard, flat, offsets)
+    what = f"the reduction of gradients of {layout.bucket} that no_sync kept"
+    with running_alone(what, shard.sharding.agreement, *layout.groups):
+        if doubtful:
+            found = OnAnyRank([offset in offsets for offset in doubtful], layout.groups, packed.device).wait()
+            offsets.update(itertools.compress(doubtful, found))
+        flat = reduce_packed(packed, *axes, layout.reduction.operator, layout.reduction.divisor)
+    _give(shard, flat, set(), offsets)
+
+
+def groups_over(shards: Iterable[FlatShard]) -> list[str]:
+    """The process groups along the axes of the ranks that share the gradients of these shards."""
+    return list(dict.fromkeys(group for shard in shards for group in shard.layout.groups))
 
 
 @torch.no_grad()
@@ -135,17 +168,18 @@ def _hand_over(shard: FlatShard) -> None:
     if flat is None:
         return  # autograd also calls hooks of a leaf that takes part and gets no gradient: one whose gradients are kept
     received, shard.received = shard.received, set()
+    kept: set[int] = set()
     if shard.accumulation is not None and shard.accumulation.is_taken:
-        received |= shard.accumulation.offsets
+        kept |= shard.accumulation.offsets
         shard.accumulation.clear()
-    _give(shard, flat, received)
+    _give(shard, flat, received, kept)
 
 
-def _give(shard: FlatShard, flat: torch.Tensor, offsets: set[int]) -> None:
-    """Views of `flat` to the parameters at these offsets."""
+def _give(shard: FlatShard, flat: torch.Tensor, received: set[int], kept: set[int]) -> None:
+    """Views of `flat` to the parameters at these offsets: what a step has kept, to parameters frozen since, too."""
     views = local_views(flat, shard.layout, shard.mesh)
     for slot, view, parameter in zip(shard.layout.slots, views, shard.parameters, strict=True):
-        if slot.offset in offsets and parameter.requires_grad:
+        if slot.offset in kept or (slot.offset in received and parameter.requires_grad):
             _accumulate(parameter, DTensor(view, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
 
 

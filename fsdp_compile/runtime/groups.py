@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from ..errors import CaptureError, ConfigError
+from ..errors import ConfigError
 from ..layout import NO_AXIS, Axes, Axis
 from ..passes.ops import Part
 from .gloo import overlapping_group
@@ -231,44 +227,3 @@ def num_shards_of(mesh: DeviceMesh | None) -> int:
 
 def is_nccl(mesh: DeviceMesh) -> bool:
     return "nccl" in dist.get_backend(mesh.get_group(mesh.ndim - 1))
-
-
-def first_ranks(mesh: DeviceMesh | None, name: str, make: Callable[[], str]) -> str:
-    """What `make` returns on the first rank of the mesh. The others do not call it: they wait, and are told.
-
-    It goes through the store of the process group, not through a collective: a rank that never asks makes others stop
-    with an error, not hang. A name is asked for once.
-
-    Raises:
-        Exception: what `make` raised on the first rank; on the others, a ConfigError or a CaptureError if it was one,
-            or else a RuntimeError.
-        RuntimeError: the first rank has not answered within the time limit of the store.
-    """
-    if mesh is None or dist.get_backend(mesh.get_group(0)) == "fake":
-        return make()
-    with unset_fake_temporarily():  # of the compilation that asks; private as of torch 2.11 to 2.13
-        ranks = mesh.mesh.flatten().tolist()
-    store = distributed_c10d.PrefixStore("fsdp_compile", distributed_c10d._get_default_store())
-    key = hashlib.sha256(f"{ranks} {name}".encode()).hexdigest()
-    if dist.get_rank() == ranks[0]:
-        return _published(make, partial(store.set, key))
-    try:
-        said = json.loads(store.get(key))
-    except dist.DistStoreError as e:
-        raise RuntimeError(f"rank {ranks[0]} has not said what the {name.split()[0]} is that all ranks follow") from e
-    if "error" in said:
-        raise _ERRORS.get(said["error"], RuntimeError)(said["text"])
-    return str(said["made"])
-
-
-_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
-
-
-def _published(make: Callable[[], str], publish: Callable[[str], None]) -> str:
-    try:
-        made = make()
-    except Exception as e:  # the others wait for an answer
-        publish(json.dumps({"error": type(e).__name__, "text": str(e)}))
-        raise
-    publish(json.dumps({"made": made}))
-    return made

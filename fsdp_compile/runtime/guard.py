@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..errors import NonFiniteError
 from ..passes import ops
+from .collectives import all_reduce_alone
 from .views import local_tensor
 
 _SHOWN = 8  # parameters that an error names
@@ -40,7 +40,7 @@ def _check(sharding: Any) -> None:
         device = torch.device(sharding.mesh.device_type, torch.accelerator.current_device_index())
     found = torch.stack([_kind(gradient).to(device) for _, _, gradient in named])
     if sharding.mesh is not None:  # along the axis of the shards: replicas have the same gradients
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=sharding.mesh.get_group(sharding.mesh.ndim - 1))
+        found = all_reduce_alone("the comparison of check_gradients", found, "max", sharding.mesh)
     bad = [(*each[:2], kind) for each, kind in zip(named, found.tolist(), strict=True) if kind]
     if not bad:
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -57,8 +58,21 @@ class Fences(_SchedulerPass):  # type: ignore[misc]  # one of two
         return nodes
 
     def uuid(self) -> bytes:
-        """For the key of Inductor's cache of generated code: what this file does to it, and how on this machine."""
-        return custom_graph_pass.get_hash_for_files((__file__,), "onednn" if onednn_is_faster() else "")
+        """For the key of Inductor's cache of generated code."""
+        return generator_digest()
+
+
+@functools.cache
+def generator_digest() -> bytes:
+    """Of what we do to generated code besides the graphs, and how on this machine: another for other sources of ours.
+
+    All modules of `runtime`, `passes` and beside them count: what a pass notes on a node has a say in how that is
+    lowered, and is not in the key of Inductor's cache.
+    """
+    runtime = Path(__file__).parent
+    folders = runtime, runtime.parent, runtime.parent / "passes"
+    paths = tuple(str(path) for folder in folders for path in sorted(folder.glob("*.py")))
+    return custom_graph_pass.get_hash_for_files(paths, "onednn" if onednn_is_faster() else "")
 
 
 def _order(earlier: Any, later: Any) -> None:

@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..errors import ConfigError
 from ..passes import ops
-from .collectives import gather_chunk, reduce_packed
+from .agreement import Agreement
+from .collectives import gather_chunk, reduce_packed, running_alone
 from .gradients import note_gradients, shard_of
 
 _is_capturing = contextvars.ContextVar("fsdp_compile_is_capturing", default=False)
@@ -51,7 +52,8 @@ def _unshard(
     chunk = section.to(device=device or shard.device, dtype=dtype or shard.dtype)
     if world_size == 1:
         return (chunk.clone() if chunk.data_ptr() == section.data_ptr() else chunk).view(shape)
-    rows = gather_chunk(chunk, world_size, group).view(-1, *shape[1:])
+    with running_alone(f"the gather of {parameter}", _agreement_of(shard), group):
+        rows = gather_chunk(chunk, world_size, group).view(-1, *shape[1:])
     return rows[: shape[0]].contiguous()
 
 
@@ -102,8 +104,16 @@ def _reduce_gradient(
     return reduce_packed(packed, world_size, group, dtype, device, replicas, replica_group, reduction, divisor)
 
 
+def _agreement_of(data: torch.Tensor) -> Agreement | None:
+    """Between the ranks of a shard's mesh; None where code is traced."""
+    shard = shard_of(data)
+    return None if shard is None or shard.sharding is None else shard.sharding.agreement
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.shard, ctx.accumulated, ctx.gradient, ctx.arguments = *inputs[:3], inputs[3:]
+    # How `dependence.py` knows a read of a parameter, and whether there is a gradient.
+    ctx.fsdp_slot = None if ctx.gradient == "none" else (inputs[3], inputs[5])
 
 
 def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -114,6 +124,11 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
             "the model that fsdp_compile returns is compiled already, and that of shard is compiled by "
             'torch.compile(model, backend="fsdp")'
         )
+    if gradient.layout is not torch.strided:
+        raise ConfigError(
+            f"the gradient of {parameter}, which is sharded, is sparse, and ranks that look up other rows have no sum "
+            "that could be sharded: look it up with sparse=False, or freeze it, or pass it in ignored_params"
+        )
     of_shard = of_accumulated = None
     slot = bucket, [parameter], [offset], ctx.shard.numel(), world_size
     if ctx.gradient == "keep":
@@ -122,7 +137,10 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         # Where this runs, each read of a parameter comes by: what is accumulated is added once, when all are done.
         accumulated = ctx.accumulated if shard_of(ctx.shard) is None else None
         result = group, ctx.shard.dtype, ctx.shard.device
-        of_shard = torch.ops.fsdp.reduce_gradient([gradient], accumulated, *slot, *result, *reduction)
+        replicas, replica_group, *_ = reduction
+        groups = [name for size, name in ((world_size, group), (replicas, replica_group)) if size > 1]
+        with running_alone(f"the reduction of the gradient of {parameter}", _agreement_of(ctx.shard), *groups):
+            of_shard = torch.ops.fsdp.reduce_gradient([gradient], accumulated, *slot, *result, *reduction)
     note_gradients(ctx.shard, [offset], is_kept=ctx.gradient == "keep")
     return (of_shard, of_accumulated, None, *[None] * len(ctx.arguments))
 

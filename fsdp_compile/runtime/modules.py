@@ -28,7 +28,7 @@ class CalledByItself:
     @not_captured
     def _compiled_call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Where `nn.Module.__call__` goes. Dynamo takes the shorter way to `forward`, and pays nothing for this."""
-        return self._fsdp_running.run(self._call_impl, args, kwargs)  # type: ignore[attr-defined]
+        return self._fsdp_running.run(self, self._call_impl, args, kwargs)  # type: ignore[attr-defined]
 
 
 class Recurrent:

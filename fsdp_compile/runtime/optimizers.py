@@ -11,6 +11,7 @@ from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .local_steps import compute_locally
+from .rows import refuse_states_of_others
 
 _REPLACEMENT = "fsdp_replacement"
 
@@ -38,6 +39,7 @@ def replacement_of(original: nn.Parameter) -> Replacement | None:
 def install_hooks() -> None:
     """Have every optimizer come by here before its steps."""
     register_optimizer_step_pre_hook(_repoint)
+    register_optimizer_step_pre_hook(refuse_states_of_others)
     register_optimizer_step_pre_hook(compute_locally)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn as nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
+from ..config import check_call
 from ..errors import ConfigError
 
 
@@ -14,7 +15,11 @@ def run_policy(policy: ModuleWrapPolicy | CustomPolicy, model: nn.Module) -> set
     Raises:
         ConfigError: the policy returns something else than bool; arguments for single modules are not supported.
     """
-    try:  # `_run_policy` as of torch 2.11 to 2.13
+    if isinstance(policy, CustomPolicy):
+        if not callable(policy._lambda_fn):
+            raise ConfigError(f"auto_wrap_policy: a CustomPolicy calls a function, not {policy._lambda_fn!r}")
+        check_call("auto_wrap_policy", policy._lambda_fn, "module")
+    try:  # `_lambda_fn` and `_run_policy` as of torch 2.11 to 2.13
         arguments_of_module = policy._run_policy(model, ignored_modules=set(), root_kwargs={})
     except ValueError as e:
         raise ConfigError(f"auto_wrap_policy: {e}") from e

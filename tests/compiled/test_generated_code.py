@@ -4,7 +4,10 @@ One process: the "fake" process group has the ranks of a larger job and sends no
 real and runs, with wrong values.
 """
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fsdp_compile
+from fsdp_compile.capture import _KEEP_SCHEDULE
 from fsdp_compile.passes import ops
 from tests.models import build
 from tests.passes.tiny import Checkpointed
@@ -94,6 +98,49 @@ def test_inference_code_keeps_the_order_of_the_schedule():
     assert model.graphs[0].backward is None
 
 
+TURNED_ON = {  # whatever reorders nodes or collectives in some version of torch, as it would do the most
+    "reorder_for_locality": True,
+    "reorder_for_peak_memory": True,
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["reorder_compute_for_overlap", "sink_waits", "raise_comms"],
+    "aten_distributed_optimizations.enable_overlap_scheduling": True,
+    "aten_distributed_optimizations.enable_simple_overlap": True,
+    "bucket_all_gathers_fx": "all",
+    "bucket_all_reduces_fx": "all",
+    "bucket_reduce_scatters_fx": "all",
+    "combo_kernels": True,
+    "_fuse_ddp_communication": True,
+    "_micro_pipeline_tp": True,
+}
+HARMLESS = (  # matched by the pattern below, and they do nothing where what is in capture.py is off
+    r"_fuse_ddp_(bucket_size|communication_passes)",
+    r"aten_distributed_optimizations\.(?!allow_comms_decompositions|enable_(low|overlap|simple)).*",
+    r"bucket_.*_(mode|determinator)",
+    r"min_overlap_ratio|reorder_prefetch_limit|reorder_for_locality_in_training|reorder_for_peak_memory_debug",
+    r"reorder_for_compute_comm_overlap_passes",
+    r"(benchmark_)?combo_kernel.*",
+    r"halide\.scheduler_.*|test_configs\..*",
+)
+
+
+def test_every_setting_of_inductor_that_reorders_is_known():
+    """A new version of torch may bring more: decide about each, in capture.py or above."""
+    pattern = re.compile(
+        "reorder|overlap|bucket|schedul|_fusion_custom_pass|combo_kernel|comm_fus|fuse_ddp|pipeline_tp"
+    )
+    found = {name for name in torch._inductor.list_options() if pattern.search(name)}
+    harmless = re.compile("|".join(HARMLESS))
+    undecided = {name for name in found - set(_KEEP_SCHEDULE) if not harmless.fullmatch(name)}
+    assert undecided == set()
+
+
+@pytest.mark.parametrize("lowering", ["packed", "grouped"])
+def test_nothing_reorders_what_is_turned_on_globally(lowering):
+    known = {name: value for name, value in TURNED_ON.items() if name in torch._inductor.list_options()}
+    with torch._inductor.config.patch(known):
+        test_generated_code_keeps_the_order_of_the_schedule(lowering, 1)
+
+
 def test_grouped_gathers_copy_nothing():
     """The collectives read slices of the shards and fill the parameters: no kernel touches either on the way."""
     model = fsdp_compile(build("gpt"), collective_lowering="grouped")
@@ -130,6 +177,30 @@ def test_generated_code_is_taken_from_inductors_cache():
 
     compile_anew()
     assert compile_anew() == 2  # forward and backward
+
+
+GENERATED = """
+import sys, torch
+from torch import nn
+from torch._dynamo.utils import counters
+from fsdp_compile import capture, fsdp_compile
+if len(sys.argv) > 1:  # as if our sources were others
+    capture.generator_digest = lambda: b"another version"
+model = fsdp_compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+model(torch.ones(2, 4)).sum().backward()
+print(counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_code_is_taken_from_the_cache_by_another_process_of_the_same_version(tmp_path):
+    """Of graphs that read no shard, too, which is all that a single rank has."""
+
+    def hits(*arguments):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        run = [sys.executable, "-c", GENERATED, *arguments]
+        return int(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
+
+    assert [hits(), hits(), hits("other"), hits("other")] == [0, 2, 0, 2]
 
 
 @pytest.mark.parametrize("lowering", ["packed", "grouped"])

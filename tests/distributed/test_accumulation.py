@@ -1,6 +1,7 @@
 """Gradient accumulation: every micro-batch reduced, or all of them at once at the end, equal to the large batch."""
 
 import contextlib
+import copy
 import functools
 
 import pytest
@@ -220,6 +221,66 @@ def test_evaluation_an_exception_and_two_losses_in_between(world_size, front_end
     for rank in range(world_size):
         (expected(*micro_batch(expected, 0, 3, rank)) / NUM / world_size).backward()
     assert_same_gradients(model, expected)
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = (torch.nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))).square().mean()
+
+
+def freeze(model, *beginnings):
+    for name, parameter in model.named_parameters():
+        if name.startswith(beginnings):
+            parameter.requires_grad_(False)
+
+
+def freeze_and_thaw(model):
+    freeze(model, "first", "middle")
+    model.requires_grad_(True)
+
+
+def drop_and_freeze(model):
+    model.zero_grad()
+    freeze(model, "middle")
+
+
+IN_BETWEEN = {
+    "a unit": lambda model: freeze(model, "middle"),
+    "a part of a unit": lambda model: freeze(model, "middle.weight", "first.bias"),
+    "all": lambda model: model.requires_grad_(False),
+    "frozen and thawed": freeze_and_thaw,
+    "dropped, then frozen": drop_and_freeze,
+    "frozen and moved": lambda model: (freeze(model, "middle"), model.double()),
+    "loaded": lambda model: model.load_state_dict(model.state_dict()),
+    "copied": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("is_one_unit", [False, True], ids=["units", "one unit"])
+@both_front_ends
+@on_ranks(2)
+def test_what_is_kept_is_reduced_whatever_happens_to_the_model_in_between(world_size, front_end, is_one_unit):
+    policy = (lambda recurse, **_: recurse) if is_one_unit else {torch.nn.Linear}
+    for name, change in IN_BETWEEN.items():
+        torch.manual_seed(0)
+        expected = Layers()
+        model = front_end(copy.deepcopy(expected), auto_wrap_policy=policy)
+        for index in range(2):
+            dtype = model.first.weight.dtype
+            rows = torch.randn(world_size, 3, 5, generator=torch.Generator().manual_seed(index)).to(dtype)
+            rows.requires_grad_()  # a backward runs through a model that is frozen as a whole
+            with model.no_sync() if index == 0 else contextlib.nullcontext():
+                model(rows[dist.get_rank()]).backward()
+            torch.stack([expected(each) for each in rows]).mean().backward()
+            if index == 0:
+                change(model)
+                change(expected)
+        print(name)  # in the log of a failure
+        assert_same_gradients(model, expected)
 
 
 def test_a_single_process_has_nothing_to_keep():

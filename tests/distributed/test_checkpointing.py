@@ -8,14 +8,17 @@ import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_compile import fsdp_compile, rewrite, shard
+from fsdp_compile import compat, fsdp_compile, rewrite, shard
 from fsdp_compile.passes import analysis, ops
 from tests.distributed.training import (
     assert_close,
@@ -122,6 +125,93 @@ def test_modules_wrapped_after_sharding(world_size, front_end):
     assert_trains_as(wrap_blocks(build("gpt"), "non_reentrant"), model)
 
 
+def compose(model, **options):
+    """torch's composable checkpointing: hooks on every block."""
+    for block in model.blocks:
+        composable(block, **options)
+    return model
+
+
+def fully_sharded(model, backend="aot_eager", **options):
+    for part in (*model.blocks, model):
+        compat.fully_shard(part, backend=backend, **options)
+    return model
+
+
+def gpt_with_shared_weights():
+    model = build("gpt")
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    return model
+
+
+def hybrid_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+
+
+COMPOSED = {
+    "units": lambda: fully_sharded(compose(build("gpt"))),
+    "selective after sharding": lambda: compose(
+        fully_sharded(build("gpt"), mesh=hybrid_mesh()), context_fn=KINDS["selective_policy"]["context_fn"]
+    ),
+    "within another": lambda: torch.compile(shard(composable(compose(build("gpt")))), backend="fsdp"),
+    "eager": lambda: shard(compose(build("gpt"))),
+}
+
+
+@pytest.mark.parametrize("case", list(COMPOSED))
+@on_ranks(2)
+def test_modules_with_composable_checkpointing_train(world_size, case):
+    """What their hooks enclosed was compiled in the forward, and computed again in eager (CheckpointError)."""
+    model = COMPOSED[case]()
+    expected = build("gpt")
+    expected_losses = train(expected, sgd(expected.parameters()), STEPS, batch=global_batch)
+    losses = train(model, sgd(model.parameters()), STEPS)
+    assert_close(mean_over_ranks(losses), expected_losses)
+    assert_same_parameters(getattr(model, "_orig_mod", model), expected)
+    if case == "units":
+        [graphs] = model.graphs
+        assert gathered(graphs.backward.graph)[-2:] == ["blocks.1", "blocks.0"]
+
+
+@on_ranks(2)
+def test_composable_checkpointing_compiled_by_inductor_with_shared_weights(world_size):
+    model = fully_sharded(compose(gpt_with_shared_weights()), backend="inductor")
+    assert_trains_as(gpt_with_shared_weights(), model)
+
+
+@on_ranks(2)
+def test_composable_checkpointing_of_micro_batches_in_mixed_precision(world_size):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plain, model = build("gpt"), compose(build("gpt"))
+    for each in (plain, model):
+        fully_sharded(each, mp_policy=policy)
+        for step in range(4):
+            each.set_requires_gradient_sync(step % 2 == 1)
+            each(*batch_of_rank(each, step)).backward()
+    assert_same_gradients(model, plain)
+
+
+class ListsParameters(Regression):
+    """A checkpointed method, no module, lists parameters; compiled, its graph breaks, and it runs in eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.head = nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.head(checkpoint(self.decayed, x, use_reentrant=False)), target)
+
+    def decayed(self, x):
+        torch._dynamo.graph_break()
+        return torch.tanh(self.mix(x)) * sum(torch.cos(each).mean() for each in self.mix.parameters())
+
+
+@both_front_ends
+@on_ranks(2)
+def test_a_method_that_is_computed_again_lists_full_parameters(world_size, front_end):
+    assert_trains_as(seeded(ListsParameters), front_end(seeded(ListsParameters)))
+
+
 # What the graphs of checkpointed models look like
 
 
@@ -154,8 +244,9 @@ AFTER_THE_BLOCKS = [(3, 8, 1), (3, 8, 1), (24, 32), (24, 48), (24, 1), (24, 1)] 
     [
         *(functools.partial(CheckpointedGpt, kind) for kind in ("non_reentrant", "reentrant")),
         *(lambda kind=kind: wrap_blocks(Gpt(), kind) for kind in ("non_reentrant", "reentrant")),
+        lambda: compose(Gpt()),
     ],
-    ids=["non_reentrant", "reentrant", "wrapped_non_reentrant", "wrapped_reentrant"],
+    ids=["non_reentrant", "reentrant", "wrapped_non_reentrant", "wrapped_reentrant", "composable"],
 )
 def test_a_recomputed_unit_is_gathered_once_more_and_only_its_input_is_saved(model):
     graphs = graphs_of(model())
@@ -192,10 +283,12 @@ class NoisyBlock(nn.Module):
 class NoisyModel(Regression):
     def __init__(self, kind: str | None) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind = None if kind == "composable" else kind
         self.stem = nn.Linear(5, 5)
         self.blocks = nn.ModuleList([NoisyBlock(5) for _ in range(2)])
         self.head = nn.Linear(5, 1)
+        if kind == "composable":
+            compose(self)
 
     def forward(self, x, target):
         x = self.stem(x)
@@ -228,7 +321,7 @@ def state_of_rank(rank):
 @pytest.mark.parametrize(
     ("front_end", "kind", "budget"),
     [
-        *(("compiled", kind, 1.0) for kind in (None, *KINDS)),
+        *(("compiled", kind, 1.0) for kind in (None, "composable", *KINDS)),
         *(("eager", kind, 1.0) for kind in (None, "non_reentrant", "reentrant")),
         ("compiled", None, 0.1),
         ("compiled", None, 0.0),

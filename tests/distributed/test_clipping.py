@@ -23,7 +23,7 @@ compiled = functools.partial(fsdp_compile, backend="aot_eager")
 both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 
-def all_reduces(debug):
+def collectives(debug):
     return {str(op): count for op, count in debug.get_comm_counts().items() if count}
 
 
@@ -33,7 +33,7 @@ def assert_clips_like(model, expected, norm_type=2, num_all_reduces=1):
     with CommDebugMode() as debug:
         norm = model.clip_grad_norm_(MAX_NORM, norm_type)
 
-    assert all_reduces(debug) == ({"c10d.allreduce_": num_all_reduces} if num_all_reduces else {})
+    assert collectives(debug) == ({"c10d_functional.all_reduce": num_all_reduces} if num_all_reduces else {})
     assert type(norm) is torch.Tensor
     assert (norm.shape, norm.dtype) == ((), torch.float32)
     assert expected_norm > MAX_NORM

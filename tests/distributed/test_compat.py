@@ -210,7 +210,7 @@ def test_gradients_are_divided_by_a_factor_from_the_next_forward_on(world_size):
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.mix, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False)
+        self.embed, self.mix, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8)
         self.head.weight = self.embed.weight
 
     def forward(self, ids, target):
@@ -224,7 +224,7 @@ def tied():
 
 @on_ranks(2)
 def test_tied_weights_across_units_stay_one_weight(world_size):
-    """FSDP2 raises here; SimpleFSDP unties them (PEERS 7)."""
+    """FSDP2 raises here; SimpleFSDP unties them (PEERS 7). The bias of the head is its own."""
     expected, model = tied(), tied()
     fully_shard(model.embed)
     fully_shard(model.head)
@@ -329,7 +329,7 @@ def test_ignored_modules_and_states(world_size):
     [
         ({"limit_all_gathers": False}, "limit_all_gathers"),
         ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads"),
-        ({"ignored_states": [3]}, "hold modules or parameters, not 3"),
+        ({"ignored_states": [3]}, "ignored_states holds modules or parameters, not 3"),
     ],
     ids=str,
 )

@@ -4,19 +4,24 @@ One process: the "fake" process group has the ranks of a large job and sends not
 """
 
 import contextlib
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._composable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
-from tests.models import Block, build
+from fsdp_compile import ConfigError, fsdp_compile, rewrite, shard
+from fsdp_compile.compat import fully_shard
+from tests.models import Block, OddMlp, build
 
 front_ends = pytest.mark.parametrize("front_end", [fsdp_compile, shard])
 
@@ -269,3 +274,268 @@ def test_an_embedding_that_writes_to_its_weight(front_end, kind):
     model(tokens)
     with untouched(model, tokens), pytest.raises(ConfigError, match=r"0 \((Embedding|EmbeddingBag)\) has max_norm"):
         front_end(model)
+
+
+class Lookup(nn.Sequential):
+    """A table that is looked up by a module, or by a function."""
+
+    def __init__(self, kind=nn.Embedding, *, sparse=True, by_function=False):
+        super().__init__(kind(10, 4, sparse=sparse), nn.Linear(4, 4))
+        self.by_function = by_function
+
+    def forward(self, tokens):
+        found = nn.functional.embedding(tokens, self[0].weight, sparse=True) if self.by_function else self[0](tokens)
+        return self[1](found)
+
+
+TOKENS = torch.tensor([[1, 2, 2], [0, 9, 1]])
+
+
+@front_ends
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_sparse_gradients(front_end, kind):
+    model = Lookup(kind)
+    with untouched(model, TOKENS), refused(f"0 ({kind.__name__}) sparse=True ignored_params"):
+        front_end(model)
+    ignoring = Lookup(kind)
+    front_end(ignoring, ignored_params=[ignoring[0].weight])
+    ignoring(TOKENS).sum().backward()
+    assert ignoring[0].weight.grad.is_sparse
+
+
+@front_ends
+@pytest.mark.parametrize("case", ["by a function", "unfrozen"])
+def test_sparse_gradients_that_show_in_the_graph_only(front_end, case):
+    model = Lookup(sparse=case == "unfrozen", by_function=case == "by a function")
+    model[0].requires_grad_(case != "unfrozen")
+    front_end(model)
+    model[0].requires_grad_(True)
+    with refused("0.weight sparse"):
+        model(TOKENS).sum().backward()
+
+
+def test_a_single_rank_has_sparse_gradients():
+    dist.destroy_process_group()
+    model, expected = Lookup(), Lookup()
+    expected.load_state_dict(model.state_dict())
+    for each in (fsdp_compile(model, backend="aot_eager"), expected):
+        each(TOKENS).sum().backward()
+    assert torch.equal(model[0].weight.grad.to_dense(), expected[0].weight.grad.to_dense())
+    join_fake_group(world_size=2)
+
+
+def test_rewrite_refuses_sparse_gradients_as_sharding_does():
+    with refused("0 (Embedding) sparse=True"):
+        rewrite(Lookup(), TOKENS, world_size=2)
+
+
+# Wrappers of others
+
+
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.own, self.inner = nn.Linear(2, 2), inner
+
+
+def accelerate(model):
+    """What Accelerator.prepare does first."""
+    assert not getattr(model, "_is_accelerate_prepared", False)
+    model._is_accelerate_prepared = True
+    return model
+
+
+FSDP1 = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+WRAPPERS = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "DataParallel": nn.DataParallel,
+    "FullyShardedDataParallel": FSDP1,
+    "fully_shard": torch.distributed.fsdp.fully_shard,
+    "replicate": torch.distributed._composable.replicate,
+    "accelerate": accelerate,
+}
+
+
+@pytest.mark.parametrize("wrapper", list(WRAPPERS))
+def test_a_wrapper_around_a_sharded_model(wrapper):
+    model = fsdp_compile(build("odd_mlp"), backend="aot_eager")
+    batch = model.inputs(4, seed=0)
+    loss = model(*batch)
+    before = everything_of(model)
+    for module, words in ((model, "OddMlp layers.0.weight"), (model.layers[2], "Linear weight")):
+        with refused(f"{wrapper} around {words}"):
+            WRAPPERS[wrapper](module)
+    if wrapper in ("DistributedDataParallel", "DataParallel"):
+        with refused(f"{wrapper} around Outer inner.layers.0.weight"):
+            WRAPPERS[wrapper](Outer(model))
+    assert everything_of(model) == before
+    assert torch.equal(model(*batch), loss)
+    copy.deepcopy(model)(*batch)
+
+
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "accelerate"])
+def test_a_model_that_a_wrapper_holds(wrapper):
+    for model, words in (
+        (WRAPPERS[wrapper](nn.Linear(4, 4)), "model"),
+        (Outer(WRAPPERS[wrapper](nn.Linear(4, 4))), "inner"),
+    ):
+        before = everything_of(model)
+        with refused(f"{words} wrapped already {wrapper} instead"):
+            shard(model)
+        assert everything_of(model) == before
+    if wrapper == "DistributedDataParallel":
+        shard(model, ignored_params=list(model.inner.parameters()))
+
+
+def test_wrappers_that_have_nothing_to_do_with_what_is_sharded():
+    model = Outer(shard(nn.Linear(4, 4)))
+    model._ddp_params_and_buffers_to_ignore = ["inner.weight", "inner.bias"]
+    DistributedDataParallel(model, init_sync=False)
+    dist.destroy_process_group()
+    accelerate(fsdp_compile(build("odd_mlp"), backend="aot_eager", mp_policy=MixedPrecisionPolicy(torch.bfloat16)))
+    join_fake_group(world_size=2)
+
+
+# Parameters that came after sharding
+
+
+class Lora(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Scaled(OddMlp):
+    """Uses what it is given."""
+
+    def forward(self, x, target):
+        scale = self.scale if "scale" in self._parameters else 1.0
+        return super().forward(x * scale, target)
+
+
+BUILT_BEFORE = nn.Linear(3, 3)
+
+
+def assign(path, make):
+    def give(model):
+        owner, _, name = path.rpartition(".")
+        owner = model.get_submodule(owner)
+        setattr(owner, name, make(getattr(owner, name, None)))
+
+    return give
+
+
+GIVEN = {
+    "another layer": (assign("layers.4", lambda layer: nn.Linear(15, 3)), "layers.4.weight, layers.4.bias"),
+    "one more layer": (lambda model: model.layers.append(nn.Linear(3, 3)), "layers.5.weight"),
+    "one built before": (lambda model: model.layers._modules.update({"5": BUILT_BEFORE}), "layers.5.weight"),
+    "a parameter": (lambda model: model.register_parameter("scale", nn.Parameter(torch.ones(()))), "scale"),
+    "an adapter": (assign("layers.2", Lora), "layers.2.down.weight, layers.2.down.bias, layers.2.up.weight and 1 more"),
+    "a plain weight": (assign("layers.2.weight", lambda weight: nn.Parameter(torch.ones(15, 7))), "layers.2.weight"),
+    "a parametrization": (lambda model: nn.utils.parametrizations.weight_norm(model.layers[2]), "layers.2.weight"),
+    "a part of a part": (lambda model: model.layers.add_module("5", nn.Sequential(nn.Linear(3, 3))), "layers.5.0.bias"),
+}
+
+
+def trains(front_end, model):
+    return fsdp_compile(model, backend="aot_eager") if front_end is fsdp_compile else shard(model)
+
+
+@front_ends
+@pytest.mark.parametrize("is_called_before", [False, True])
+@pytest.mark.parametrize("kind", list(GIVEN))
+def test_a_parameter_that_came_after_sharding(front_end, kind, is_called_before):
+    give, words = GIVEN[kind]
+    model = trains(front_end, Scaled())
+    batch = model.inputs(4, seed=0)
+    if is_called_before:
+        model(*batch).backward()
+    give(model)
+    for _ in range(2):
+        with refused(words):
+            model(*batch)
+
+
+@front_ends
+def test_parameters_that_came_after_sharding_and_do_no_harm(front_end):
+    model = Scaled()
+    model.scale, model.other = nn.Parameter(torch.ones(())), nn.Linear(2, 2)
+    batch = model.inputs(4, seed=0)
+    critic = nn.Linear(1, 1)
+    ignored = [model.scale, *model.other.parameters()]
+    options = {"backend": "aot_eager"} if front_end is fsdp_compile else {}
+    front_end(model, ignored_params=ignored, **options)
+    model(*batch).backward()
+    model.scale = nn.Parameter(torch.full((), 2.0))  # in the place of one that is ignored
+    model.other = nn.ModuleDict({"ignored": model.other})
+    model.layers.append(nn.Linear(3, 3).requires_grad_(False))
+    model.layers.append(trains(front_end, nn.Linear(3, 3)))
+    model.register_forward_hook(lambda module, args, output: output + critic(output.view(1, 1)).sum())
+    model(*batch).backward()
+    copied = copy.deepcopy(model)
+    copied(*batch).backward()
+    for sharded in (model, copied):
+        with torch.no_grad():
+            sharded.late = nn.Linear(2, 2)
+            sharded(*batch)
+        with refused("late.weight"):
+            sharded(*batch)
+        sharded.late.requires_grad_(False)
+        sharded(*batch).backward()
+        sharded.late.weight.requires_grad_(True)
+        sharded.layers.append(nn.Identity())  # Dynamo compiles anew
+        with refused("late.weight"):
+            sharded(*batch)
+    assert "late.bias" in model.state_dict()
+
+
+def test_a_parameter_that_came_between_two_shardings():
+    model = build("odd_mlp")
+    fully_shard(model.layers)
+    model.layers.append(nn.Linear(3, 3))
+    with refused("layers.5.weight, layers.5.bias layers sharded"):
+        fsdp_compile(model)
+    fsdp_compile(model, ignored_params=list(model.layers[5].parameters()), backend="aot_eager")
+    model(*model.inputs(4, seed=0)).backward()
+
+
+def test_a_part_that_came_after_sharding_is_called_by_itself():
+    model = shard(build("gpt"))
+    model.blocks[0].extra = nn.Linear(2, 2)
+    with refused("extra.weight Block"):
+        model.blocks[0](torch.zeros(1, 3, 32))
+    model.blocks[1](torch.zeros(1, 3, 32))
+
+
+@front_ends
+def test_a_module_that_is_taken_out_after_sharding(front_end):
+    model = trains(front_end, build("odd_mlp"))
+    batch = model.inputs(4, seed=0)
+    model(*batch).backward()
+    model.layers[4] = nn.Identity()
+    expected = model(*batch)
+    assert [*model.state_dict()] == ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(*batch), expected)
+        with other.summon_full_params():
+            assert [*other.state_dict()] == [*model.state_dict()]
+
+
+def test_a_model_with_a_parameter_that_came_after_sharding_is_not_saved():
+    model = shard(build("odd_mlp"))
+    model.layers.append(nn.Linear(3, 3))
+    with refused("layers.5.weight"):
+        pickle.dumps(model)
+
+
+def test_with_a_single_rank_parameters_may_come_at_any_time():
+    dist.destroy_process_group()
+    model = fsdp_compile(build("odd_mlp"), backend="aot_eager")
+    model.layers.append(nn.Linear(3, 3))
+    model(*model.inputs(4, seed=0)).backward()
+    assert model.layers[5].weight.grad is not None
+    join_fake_group(world_size=2)

@@ -77,6 +77,38 @@ def test_hardware_and_optimizers_that_are_not_known():
         model.explain("h100", optimizer="lion")
     with pytest.raises(ConfigError, match="'k80' is neither a file nor one of"):
         model.explain("k80")
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="say for which hardware: one of"):
-            model.explain()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU at hand is the hardware")
+@on_ranks(2)
+def test_without_hardware_it_is_said_what_is_decided_and_moves(world_size):
+    model = fsdp_compile(build("gpt"), backend="aot_eager")
+    assert str(model.explain()) == "nothing was compiled so far: call the model once"
+    model(*batch_of_rank(model, 0)).backward()
+    found, known = model.explain(), model.explain("h100")
+    shown = str(found).splitlines()
+    assert not found.predictions and " ms" not in str(found)
+    for title in ("units", "graph 1 of 1", "  schedule", "  collectives", "  memory"):
+        (line,) = [line for line in shown if line.startswith(title)]
+        assert line in str(known)
+    assert "seconds       are predicted for hardware that is known: explain(NAME) with one of a100-40" in str(found)
+    assert "blocks.0, blocks.1" in shown[0], shown[0]
+    with pytest.raises(ConfigError, match="optimizer is one of sgd, momentum, adam, not 'lion'"):
+        model.explain(optimizer="lion")
+    with pytest.raises(ConfigError, match="say for which hardware: explain"):
+        model.explain(html="page.html")
+
+
+@on_ranks(2)
+def test_what_was_planned_for_is_what_is_explained(world_size):
+    model = fsdp_compile(build("gpt"), backend="aot_eager", hardware="h100")
+    model(*batch_of_rank(model, 0)).backward()
+    assert str(model.explain()) == str(model.explain("h100"))
+    assert "on h100" in str(model.explain())
+
+
+def test_a_single_rank_has_no_units_and_sends_nothing():
+    model = fsdp_compile(nn.Linear(2, 2), backend="aot_eager")
+    model(torch.ones(1, 2)).sum().backward()
+    text = str(model.explain())
+    assert "units" not in text and "collectives   forward none; backward none" in text

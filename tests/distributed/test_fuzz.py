@@ -3,6 +3,7 @@
 `--hypothesis-profile=thorough` trains 100 of them.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile import fsdp_compile
+from fsdp_compile import ConfigError, fsdp_compile, rewrite
+from fsdp_compile.costs import HARDWARE, predict
 from tests.distributed.training import assert_close, assert_same_gradients, assert_same_parameters, sgd
-from tests.random_models import RandomModel, schedules, trees
+from tests.random_models import HeadedModel, RandomModel, schedules, trees
 from tests.ranks import run_on_ranks
+from tests.test_fuzz import load_buffers
 
 IS_THOROUGH = settings.get_current_profile_name() == "thorough"
 ROWS = 2
@@ -38,6 +41,14 @@ def loss_of(model, rank, step):
     return loss if extra is None else loss + extra.square().mean()
 
 
+def loss_of_replica(model, buffers, rank, step):
+    """The loss of the rank that has these buffers, which are updated."""
+    load_buffers(model, buffers)
+    loss = loss_of(model, rank, step)
+    buffers[:] = [buffer.clone() for buffer in model.buffers()]
+    return loss
+
+
 def compare(tree, is_double, options):
     torch.manual_seed(0)
     expected = RandomModel(tree, is_double)
@@ -45,9 +56,10 @@ def compare(tree, is_double, options):
     fsdp_compile(model, **options)
     optimizers = [sgd(each.parameters()) for each in (model, expected)]
     ranks = range(dist.get_world_size())
+    buffers = [[buffer.clone() for buffer in expected.buffers()] for _ in ranks]
     for step in range(3):
         loss = loss_of(model, dist.get_rank(), step)
-        losses = [loss_of(expected, rank, step) for rank in ranks]
+        losses = [loss_of_replica(expected, buffers[rank], rank, step) for rank in ranks]
         assert_close(loss, losses[dist.get_rank()])
         if loss.requires_grad:
             loss.backward()
@@ -57,6 +69,109 @@ def compare(tree, is_double, options):
             optimizer.step()
             optimizer.zero_grad()
     assert_same_parameters(model, expected)
+    assert_close(list(model.buffers()), buffers[dist.get_rank()])
+
+
+NUM_HEADS = 3
+TAKEN = st.lists(st.integers(0, NUM_HEADS + 1), min_size=1, max_size=3, unique=True)  # by the loss of one rank
+
+
+def compare_micro_batches(tree, steps, options):
+    """Steps of two micro-batches, the first of them kept; `steps` are a seed of what is frozen, and what is taken."""
+    torch.manual_seed(0)
+    expected = HeadedModel(tree, NUM_HEADS)
+    model = copy.deepcopy(expected)
+    fsdp_compile(model, **options)
+    optimizers = [sgd(each.parameters()) for each in (model, expected)]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step, (seed, taken) in enumerate(steps):
+        for index in range(2):
+            rows = [RandomModel.inputs(ROWS, seed=100 * step + 10 * index + each) for each in range(world_size)]
+            of_ranks = [taken[(index + each) % len(taken)] for each in range(world_size)]
+            with contextlib.nullcontext() if index else model.no_sync():
+                model.loss(model(*rows[rank]), of_ranks[rank]).backward()
+            losses = [expected.loss(expected(*own), which) for own, which in zip(rows, of_ranks, strict=True)]
+            torch.stack(losses).mean().backward()
+            for each in (model, expected):
+                each.freeze(seed + index)
+        assert_same_gradients(model, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, expected)
+
+
+@settings(max_examples=25 if IS_THOROUGH else 2, suppress_health_check=list(HealthCheck))
+@given(
+    tree=trees(with_dropout=False),
+    steps=st.lists(st.tuples(st.integers(0, 99), st.lists(TAKEN, min_size=1, max_size=3)), min_size=2, max_size=2),
+    options=options(),
+)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_outputs_are_left_out_and_parameters_are_frozen_between_micro_batches(world_size, tree, steps, options):
+    run_on_ranks(world_size, compare_micro_batches, tree, steps, options)
+
+
+def first_that_fits(call, rows):
+    """What `call` returns for as many rows, or half as many, and so on; and the rows."""
+    while True:
+        try:
+            return call(rows), rows
+        except ConfigError:
+            if rows == 1:
+                raise
+            rows //= 2
+
+
+def compare_retries(tree, part, sizes):
+    """Steps of a loop that halves the batch until it fits, with `sizes[step]` rows, of each rank in turn.
+
+    Args:
+        part: of what a step of the first size is predicted to take, the budget.
+    """
+    torch.manual_seed(0)
+    expected = RandomModel(tree)
+    hardware = HARDWARE["h100"]
+    options = {"hardware": hardware, "collective_lowering": "packed"}
+    graphs = rewrite(expected, *RandomModel.inputs(sizes[0], 0), world_size=dist.get_world_size(), **options)
+    budget = int(part * predict(graphs, hardware).memory.peak.total)
+    model = fsdp_compile(copy.deepcopy(expected), backend="aot_eager", dynamic=False, memory_budget=budget, **options)
+    optimizers = [sgd(each.parameters()) for each in (model, expected)]
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    for step in range(len(sizes)):
+
+        def call(rows, each=model, seed=100 * step + rank):
+            found = each(*RandomModel.inputs(rows, seed=seed))
+            return (found[0] + found[1].square().mean()) if isinstance(found, tuple) else found
+
+        try:
+            loss, rows = first_that_fits(call, sizes[(step + rank) % len(sizes)] if step else sizes[0])
+        except ConfigError:
+            assert step == 0  # on all ranks: none has come further
+            return
+        rows_of_rank: list[int] = [0] * len(ranks)
+        dist.all_gather_object(rows_of_rank, rows)
+        losses = [call(num, expected, 100 * step + other) for other, num in enumerate(rows_of_rank)]
+        assert_close(loss, losses[rank])
+        if loss.requires_grad:
+            loss.backward()
+            torch.stack(losses).mean().backward()
+        assert_same_gradients(model, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, expected)
+
+
+@settings(max_examples=25 if IS_THOROUGH else 2, suppress_health_check=list(HealthCheck))
+@given(
+    tree=trees(with_dropout=False),
+    part=st.floats(0.6, 1.2),
+    sizes=st.lists(st.sampled_from([1, 2, 4, 64, 256]), min_size=2, max_size=4),
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_loop_that_goes_on_with_fewer_rows_trains_as_it_does_unsharded(world_size, tree, part, sizes):
+    run_on_ranks(world_size, compare_retries, tree, part, sizes)
 
 
 @settings(max_examples=25 if IS_THOROUGH else 3, suppress_health_check=list(HealthCheck))

@@ -69,6 +69,23 @@ def test_messages_from_rank_to_rank_gather_and_reduce(world_size):
         assert torch.equal(_c10d.wait_tensor(everywhere), (total / world_size).view(2, 2))
 
 
+@on_ranks(2, 3, 4)
+def test_all_reduces_are_exact_and_the_same_bits_on_all_ranks(world_size):
+    """Small ones go to every rank whole, large ones in parts, whose numbers of elements are no multiples of ranks."""
+    name = overlapping_group(dist.group.WORLD, "cpu").group_name
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tensors = [torch.randn(*shape, generator=generator) for shape in ((5,), (TOGETHER // 4 + 1,), (7, 11_003))]
+    pending = [_c10d.all_reduce(tensor, how, name) for tensor in tensors for how in ("sum", "avg", "max")]
+    found = [_c10d.wait_tensor(each) for each in pending]
+    for tensor, (total, mean, largest) in zip(tensors, zip(*[iter(found)] * 3, strict=True), strict=True):
+        of_ranks = [torch.empty_like(tensor) for _ in range(world_size)]
+        dist.all_gather(of_ranks, tensor)
+        expected = sum(of_ranks[1:], start=of_ranks[0])  # in the order of the ranks
+        assert torch.equal(total, expected)
+        assert torch.equal(mean, expected / world_size)
+        assert torch.equal(largest, torch.stack(of_ranks).amax(0))
+
+
 @on_ranks(2)
 def test_a_reduction_that_gradients_do_not_have_is_refused(world_size):
     name = overlapping_group(dist.group.WORLD, "cpu").group_name

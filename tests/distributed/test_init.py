@@ -135,7 +135,7 @@ def test_param_init_fn_gives_a_model_on_the_meta_device_its_values(world_size, f
 def test_a_param_init_fn_that_leaves_something_out_is_named(world_size):
     with pytest.raises(ConfigError, match="param_init_fn left weight of a Layer on the meta device"):
         compiled(layers("meta"), param_init_fn=lambda module: None)
-    with pytest.raises(ConfigError, match="param_init_fn is a callable"):
+    with pytest.raises(ConfigError, match="param_init_fn is a function that takes a module"):
         compiled(layers("meta"), param_init_fn="zeros")
 
 
@@ -177,3 +177,20 @@ def test_a_forward_without_values_says_where_they_come_from(world_size):
     for parameter in model.parameters():
         nn.init.ones_(parameter)
     assert torch.equal(model(torch.ones(2, 4)), torch.full((2, 4), 5.0))
+
+
+@pytest.mark.parametrize("is_planned", [False, True], ids=["offloaded", "planned"])
+@on_ranks(2)
+def test_the_meta_device_computes_nothing_the_cpu_does(world_size, is_planned):
+    options = {"memory_budget": "1 GiB"} if is_planned else {"offload_policy": CPUOffloadPolicy()}
+    model = compiled(layers("meta"), param_init_fn=initialise, **options)
+    assert_close(model(torch.ones(2, 5)), layers()(torch.ones(2, 5)))
+    if is_planned:
+        assert model.graphs[0].plan is not None
+    else:
+        assert "move" not in str(model.graphs[0])
+
+
+def test_one_process_offloads_a_model_on_the_meta_device():
+    model = compiled(layers("meta"), param_init_fn=initialise, offload_policy=CPUOffloadPolicy())
+    assert_close(model(torch.ones(2, 5)), layers()(torch.ones(2, 5)))

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile import ConfigError, RankError, fsdp_compile, shard
 from fsdp_compile.errors import CaptureError
-from fsdp_compile.runtime.groups import first_ranks
+from fsdp_compile.runtime.agreement import Line, agreement_of
 from tests.distributed.training import (
     adamw,
     assert_close,
@@ -100,12 +100,12 @@ def test_all_ranks_get_what_the_first_made_or_the_error_that_stopped_it(world_si
             raise answer
         return answer
 
-    mesh = init_device_mesh("cpu", (2,))
-    assert first_ranks(mesh, "answer", functools.partial(make, "a text")) == "a text"
-    on_others = {ConfigError("one"): ConfigError, CaptureError("two"): CaptureError, OSError("three"): RuntimeError}
+    decide = functools.partial(agreement_of(init_device_mesh("cpu", (2,))).decided_by_first, [Line("an answer")])
+    assert decide(functools.partial(make, "a text")) == "a text"
+    on_others = {ConfigError("one"): ConfigError, CaptureError("two"): CaptureError, OSError("three"): RankError}
     for error, other in on_others.items():
         with pytest.raises(Exception, match=str(error)) as found:
-            first_ranks(mesh, f"error {error}", functools.partial(make, error))
+            decide(functools.partial(make, error))
         assert found.type is (other if dist.get_rank() else type(error))
 
 

@@ -1,20 +1,26 @@
 """Planned schedules on real ranks: the same numbers as the unsharded model, the same plan on every rank."""
 
+import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from fsdp_compile import ConfigError, fsdp_compile
+from fsdp_compile import ConfigError, fsdp_compile, rewrite
 from fsdp_compile.costs import HARDWARE, Link
+from fsdp_compile.costs.predict import predict
 from fsdp_compile.passes import ops
+from fsdp_compile.scheduling import MARGIN
 from tests.distributed.training import (
     adamw,
     assert_close,
     assert_same_parameters,
     batch_of_rank,
     mean_over_ranks,
+    sgd,
     train,
     train_unsharded,
 )
@@ -108,3 +114,95 @@ def test_a_budget_takes_the_model_as_one_graph(world_size):
     model = fsdp_compile(model, backend="aot_eager", hardware=SLOW, memory_budget="1 GiB")
     with pytest.raises(Exception, match="graph_break"):
         model(*batch_of_rank(model, 0))
+
+
+class Tower(nn.Module):
+    """What is saved for the backward grows with the rows, and outweighs the parameters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def rows_of(num_rows, step, rank):
+    return torch.randn(num_rows, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+@functools.cache
+def peak_of(num_rows):
+    """Bytes that a rank is predicted to need for a step of so many rows, at least."""
+    found = rewrite(Tower(), rows_of(num_rows, 0, 0), world_size=2, hardware=dataclasses.replace(SLOW, memory=1))
+    torch._dynamo.reset()
+    return predict(found, SLOW, compiler="aot_eager").memory.peak.total
+
+
+def budget_for(num_rows):
+    return int(peak_of(num_rows) * 1.01 / (1 - MARGIN))
+
+
+def halving(model, num_rows, step):
+    """The loss of as many rows as fit, half as many whenever they do not; and their number."""
+    while True:
+        try:
+            return model(rows_of(num_rows, step, dist.get_rank())), num_rows
+        except ConfigError as e:
+            if num_rows == 1:
+                raise AssertionError("one row does not fit") from e
+            num_rows //= 2
+
+
+def train_halving(model, expected, sizes):
+    """Steps that begin with `sizes[step][rank]` rows, of a model and of the unsharded one; the rows they ended with."""
+    optimizers = [sgd(each.parameters()) for each in (model, expected)]
+    taken = []
+    for step, rows in enumerate(sizes):
+        loss, num_rows = halving(model, rows[dist.get_rank()], step)
+        loss.backward()
+        all_rows: list[int] = [0] * len(rows)
+        dist.all_gather_object(all_rows, num_rows)
+        losses = [expected(rows_of(num_rows, step, rank)) for rank, num_rows in enumerate(all_rows)]
+        torch.stack(losses).mean().backward()
+        assert_close(loss, losses[dist.get_rank()])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        taken.append(tuple(all_rows))
+    assert_same_parameters(model, expected)
+    return taken
+
+
+@on_ranks(2)
+def test_a_loop_that_halves_the_batch_until_it_fits_trains_as_the_unsharded_model(world_size):
+    """At first no plan fits; then the plan does not fit the rows of one rank."""
+    options = {"hardware": SLOW, "memory_budget": budget_for(64), "collective_lowering": "packed"}
+    model = fsdp_compile(Tower(), backend="aot_eager", dynamic=False, **options)
+    taken = train_halving(model, Tower(), [(128, 128), (128, 64), (32, 128)])
+    assert taken == [(64, 64), (64, 64), (32, 64)]
+
+
+@on_ranks(2)
+def test_a_rank_with_a_model_more_gets_the_plan_of_the_model_that_all_have(world_size):
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        teacher = fsdp_compile(Tower(), process_group=group, backend="aot_eager", hardware=SLOW)
+        teacher(rows_of(4, 0, 0))
+    model = fsdp_compile(Tower(), backend="aot_eager", hardware=SLOW)
+    assert train_halving(model, Tower(), [(4, 4)]) == [(4, 4)]
+
+
+@on_ranks(2)
+def test_a_copy_has_a_plan_of_its_own(world_size):
+    model = fsdp_compile(Tower(), backend="aot_eager", hardware=SLOW, memory_budget=budget_for(32))
+    copied = copy.deepcopy(model)
+    for each, num_rows in ((model, 4), (copied, 32)):
+        assert train_halving(each, Tower(), [(num_rows, num_rows)]) == [(num_rows, num_rows)]
+    plans: list[object] = [None] * world_size
+    dist.all_gather_object(plans, [each.graphs[0].plan for each in (model, copied)])
+    assert plans[0] == plans[1]
+    assert plans[0][0] != plans[0][1]

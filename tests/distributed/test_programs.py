@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import ConfigError, fsdp_compile, register_fsdp_forward_method, shard
 from fsdp_compile.backend import backend_for
@@ -212,6 +213,81 @@ class PenalisedTied(Regression):
         return F.mse_loss(x.sum(1, keepdim=True), target) + 0.1 * penalty
 
 
+class Halving(torch.autograd.Function):
+    """The identity, whose backward halves a buffer."""
+
+    @staticmethod
+    def forward(ctx, x, buffer):
+        ctx.buffer = buffer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.buffer.mul_(0.5)
+        return gradient, None
+
+
+class WritesBuffers(Regression):
+    """Buffers that are written and then used: a counter, an average without bias, rows, one computed from another, one
+    that the backward writes to as well.
+    """
+
+    shares_rows = True  # the average is that of the rows
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.head = nn.Linear(5, 5), nn.Linear(5, 1)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("rows", torch.ones(3, 5))
+
+    def forward(self, x, target):
+        x = torch.sin(self.up(x))
+        before = x * self.rows.t()[:, 1].clone()
+        self.count += 1
+        self.scale += 0.2
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        self.rows[0] += self.mean
+        self.rows[:, :2] = self.scale
+        x = before + torch.tanh(x * self.mean / (1 - 0.9 ** self.count.float()))
+        x = Halving.apply(x, self.scale) * self.scale.clone()
+        return F.mse_loss(self.head(torch.tanh(x @ self.rows.t() @ self.rows / 20)), target)
+
+
+class WritesAnActivation(Regression):
+    """What comes from the graph before is written in place: autograd has to see that."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.head = nn.Linear(5, 5), nn.Linear(5, 1)
+        self.register_buffer("scale", torch.full((5,), 0.5))
+
+    def forward(self, x, target):
+        x = self.up(x)
+        torch._dynamo.graph_break()
+        shifted = x + 1
+        x.mul_(self.scale)
+        return F.mse_loss(self.head(torch.tanh(shifted * x)), target)
+
+
+class CountsWithinCheckpoint(Regression):
+    """Eager counts twice, in the forward and when that is computed again, and so does what is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.head = nn.Linear(5, 5), nn.Linear(5, 1)
+        self.register_buffer("count", torch.tensor(1.0))
+
+    def counted(self, x):
+        self.count += 1
+        return torch.tanh(self.up(x) * self.count)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.head(checkpoint(self.counted, x, use_reentrant=False)), target)
+
+
 MODELS = {
     model.__name__: model
     for model in (
@@ -225,6 +301,9 @@ MODELS = {
         OwnFunction,
         Penalised,
         PenalisedTied,
+        WritesBuffers,
+        WritesAnActivation,
+        CountsWithinCheckpoint,
     )
 }
 
@@ -278,6 +357,13 @@ def test_copies_of_a_recurrent_model(world_size, front_end):
         assert_trains_as(copied, made(Recurrent), range(1))
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, list)]
     assert not any(isinstance(item, torch.Tensor) for value in held for item in value)
+
+
+@pytest.mark.parametrize("memory_budget", [1.0, 0.0])
+@on_ranks(1)
+def test_buffers_that_are_written_and_used_on_a_single_rank_by_inductor(world_size, memory_budget):
+    with torch._functorch.config.patch(activation_memory_budget=memory_budget):
+        assert_trains_as(fsdp_compile(made(WritesBuffers)), made(WritesBuffers))
 
 
 # Compiled in parts, and by whom

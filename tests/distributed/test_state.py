@@ -1,5 +1,6 @@
 """state_dict, distributed checkpoints, and writing into parameters."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -8,7 +9,9 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -16,22 +19,25 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fsdp_compile import fsdp_compile, shard
+from fsdp_compile import ConfigError, fsdp_compile, shard
 from tests.distributed.training import (
     adamw,
     assert_close,
     assert_same_gradients,
     assert_same_parameters,
     batch_of_rank,
+    full_parameters,
     global_batch,
     sgd,
     train,
     train_unsharded,
 )
 from tests.models import build
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 
 STEPS = range(4)
 compiled = functools.partial(fsdp_compile, backend="aot_eager")
@@ -222,3 +228,131 @@ def test_a_dropped_model_frees_its_parameters(world_size, schedule, front_end):
     torch._dynamo.reset()
     gc.collect()
     assert [reference() for reference in parameters] == [None] * len(parameters)
+
+
+# Rows of another rank
+
+
+def written_by_the_first_rank(value):
+    """What every rank reads from a file that the first one wrote."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    files = [file.getvalue()]
+    dist.broadcast_object_list(files)
+    return torch.load(io.BytesIO(files[0]))
+
+
+def refused_unless(is_own, words=r"has the rows of rank 0 \(part 1 of 2\), and is loaded on rank \d \(part 2 of 2\): "):
+    return contextlib.nullcontext() if is_own else pytest.raises(ConfigError, match=words)
+
+
+def local_values(model):
+    return [parameter.to_local().clone() for parameter in model.parameters()]
+
+
+def below(state, prefix):
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+LOADS = {
+    "all": lambda model, state: model.load_state_dict(state),
+    "assigned": lambda model, state: model.load_state_dict(state, assign=True),
+    "a copy": lambda model, state: model.load_state_dict(copy.deepcopy(state)),
+    "one of many": lambda model, state: model.load_state_dict(
+        below(state, "x") | dict([*state.items()][2:3]), strict=False
+    ),
+    "a layer": lambda model, state: model.layers[2].load_state_dict(below(state, "layers.2.")),
+    "a container": lambda model, state: model.layers.load_state_dict(below(state, "layers.")),
+    "a wrapper": lambda model, state: nn.Sequential(model).load_state_dict(
+        {f"0.{name}": state[name] for name in state}
+    ),
+    "torch.distributed": lambda model, state: set_model_state_dict(model, state),
+}
+
+
+@on_ranks(2)
+def test_a_state_dict_of_another_rank_is_refused_before_anything_is_loaded(world_size):
+    donor = shard(build("odd_mlp", seed=1))
+    of_first, own = written_by_the_first_rank(donor.state_dict()), copy.deepcopy(donor.state_dict())
+    for load in LOADS.values():
+        model = shard(build("odd_mlp"))
+        before = local_values(model)
+        with refused_unless(dist.get_rank() == 0):
+            load(model, of_first)
+        assert dist.get_rank() == 0 or all(map(torch.equal, local_values(model), before))
+        load(model, own)
+        load(model, {name: value.full_tensor() for name, value in own.items()})
+    assert_same_parameters(model, donor)
+
+
+@on_ranks(2)
+def test_what_every_rank_holds_whole_is_loaded_from_any(world_size):
+    for name, options in (("odd_mlp", {"sharding_strategy": ShardingStrategy.NO_SHARD}), ("odd_parameters", {})):
+        donor, model = shard(build(name, seed=1), **options), shard(build(name), **options)
+        state = donor.state_dict()
+        whole = {key: value for key, value in state.items() if not options and value.dim() == 0 or options}
+        assert whole
+        model.load_state_dict(written_by_the_first_rank(whole), strict=False)
+        loaded = full_parameters(model)
+        assert all(torch.equal(loaded[key], value.full_tensor()) for key, value in whole.items())
+    mesh = next(model.parameters()).device_mesh
+    replicated = {key: distribute_tensor(value.full_tensor(), mesh, [Replicate()]) for key, value in state.items()}
+    model.load_state_dict(written_by_the_first_rank(replicated))
+    assert_same_parameters(model, donor)
+
+
+def optimizer_with_a_momentum(parameters):
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+@on_ranks(2)
+def test_an_optimizers_state_of_another_rank_is_refused_before_a_step(world_size):
+    for make in (adamw, optimizer_with_a_momentum, torch.optim.Muon if hasattr(torch.optim, "Muon") else adamw):
+        model = shard(build("gpt"))
+        parameters = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        optimizer = make(parameters)
+        train(model, optimizer, range(1))
+        own = copy.deepcopy(optimizer.state_dict())
+        of_first = written_by_the_first_rank(own)
+        model(*batch_of_rank(model, 1)).backward()
+        for loading in (optimizer, make(parameters)):  # one that has made a step, and a new one
+            before = local_values(model)
+            for _ in range(2):  # it says so again
+                loading.load_state_dict(of_first)
+                if dist.get_rank() > 0:
+                    with refused_unless(is_own=False):
+                        loading.step()
+            assert all(map(torch.equal, local_values(model), before))
+            loading.load_state_dict(own)
+            loading.step()
+
+
+@on_ranks(4)
+def test_a_state_dict_of_another_number_of_ranks_is_refused(world_size):
+    """On a mesh of two dimensions several ranks have equal rows, and may read them from each other's files."""
+    rank = dist.get_rank()
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    on_four, on_hybrid = shard(build("odd_mlp", seed=1)), shard(build("odd_mlp", seed=1), hybrid)
+    of_hybrid = written_by_the_first_rank(on_hybrid.state_dict())
+    model = shard(build("odd_mlp"), hybrid)
+    with refused_unless(rank % 2 == 0):
+        model.load_state_dict(of_hybrid)
+    assert rank % 2 or all(map(torch.equal, local_values(model), local_values(on_hybrid)))
+    with refused_unless(
+        False, rf"rows of rank {rank} \(part {rank + 1} of 4\), and is .* \(part {rank % 2 + 1} of 2\)"
+    ):
+        model.load_state_dict(copy.deepcopy(on_four.state_dict()))
+
+
+def saved_state(path):
+    if dist.get_rank() == 0:
+        torch.save(shard(build("odd_mlp")).state_dict(), path)
+    else:
+        shard(build("odd_mlp"))
+
+
+def test_a_single_rank_refuses_a_state_dict_of_one_of_several(tmp_path):
+    run_on_ranks(2, saved_state, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")
+    with pytest.raises(ConfigError, match=r"rows of rank 0 \(part 1 of 2\), .* on rank 0 \(the whole tensor\): a file"):
+        shard(build("odd_mlp")).load_state_dict(state)

@@ -1,5 +1,7 @@
 """docs/passes.md says what the passes say."""
 
+import re
+
 from docs.generate_passes import PASSES, ROOT, TARGET, render
 
 
@@ -15,3 +17,10 @@ def test_every_pass_is_on_the_page():
 
 def test_every_pass_has_its_tests():
     assert [name for name in PASSES if not (ROOT / "tests" / "passes" / f"test_{name}.py").exists()] == []
+
+
+def test_options_are_in_words_and_none_is_for_debugging_only():
+    options = [line for line in render().splitlines() if line.startswith("Options: ")]
+    assert options
+    for line in options:
+        assert "poison" not in line and not re.search(r"\w+\(\w+: '", line), line

@@ -72,6 +72,44 @@ class Attends(DroppedActivations):
         return self.down(F.scaled_dot_product_attention(heads, heads, heads)[0, 0])
 
 
+class Counts(nn.Module):
+    """A counter that the backward needs as it was and as it is; the view of another buffer as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = linear(4, 4)
+        self.register_buffer("count", torch.tensor(0.0))
+        self.register_buffer("rows", torch.ones(2, 4))
+
+    def forward(self, x):
+        before = torch.cos(self.count)
+        x = self.mix(x) * self.rows.clone()[0]
+        self.count += 1
+        self.rows *= 2
+        return x * before * self.count
+
+
+class WrittenTwice(torch.autograd.Function):
+    """The identity, whose backward writes to a buffer."""
+
+    @staticmethod
+    def forward(ctx, x, buffer):
+        ctx.buffer = buffer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.buffer.mul_(2)
+        return gradient, None
+
+
+class CountsBackwards(Counts):
+    def forward(self, x):
+        x = self.mix(x) * self.rows.clone()[0]
+        self.rows += 1
+        return WrittenTwice.apply(x, self.rows)
+
+
 def last_line(graph):
     return str(graph).splitlines()[-1].strip()
 
@@ -465,6 +503,88 @@ backward(primals_2, down.weight: f32[2,8], primals_3: f32[s33,4], mm: f32[s33,8]
   mm_4: f32[8,4] = mm(permute_6, primals_3)
   up.grad: f32[16] = fsdp.reduce_gradient([mm_4], [0])
   return [up.grad, None, None, down.grad]""",
+        )
+
+    def test_what_follows_from_an_input_that_is_written_is_saved(self):
+        self.assertExpectedInline(
+            str(trace(Counts(), rows()).after(PartitionJoint)),
+            """\
+forward(primals_1: f32[], root: f32[8], primals_3: f32[3,4], primals_4: f32[2,4])
+  mix.weight: f32[4,4] = fsdp.unshard(root, 0)
+  cos: f32[] = cos(primals_1)
+  permute: f32[4,4] = permute(mix.weight, [1, 0])
+  mm: f32[3,4] = mm(primals_3, permute)
+  select: f32[4] = select.int(primals_4, 0, 0)
+  clone_default_1: f32[4] = clone(select)
+  mul: f32[3,4] = mul(mm, select)
+  add: f32[] = add(primals_1, 1)
+  mul_1: f32[2,4] = mul(primals_4, 2)
+  mul_2: f32[3,4] = mul(mul, cos)
+  mul_3: f32[3,4] = mul(mul_2, add)
+  clone_default: f32[] = clone(primals_1)
+  copy_: f32[] = copy_(primals_1, add)
+  copy__1: f32[2,4] = copy_(primals_4, mul_1)
+  return [mul_3, primals_1, primals_4, clone_default, clone_default_1, primals_3]""",
+        )
+
+    @torch._functorch.config.patch(activation_memory_budget=0.0)
+    def test_an_input_that_is_written_is_saved_as_it_was_before(self):
+        graphs = trace(Counts(), rows())
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint)),
+            """\
+forward(primals_1: f32[], root: f32[8], primals_3: f32[3,4], primals_4: f32[2,4])
+  mix.weight: f32[4,4] = fsdp.unshard(root, 0)
+  cos: f32[] = cos(primals_1)
+  permute: f32[4,4] = permute(mix.weight, [1, 0])
+  mm: f32[3,4] = mm(primals_3, permute)
+  select: f32[4] = select.int(primals_4, 0, 0)
+  mul: f32[3,4] = mul(mm, select)
+  add: f32[] = add(primals_1, 1)
+  mul_1: f32[2,4] = mul(primals_4, 2)
+  mul_2: f32[3,4] = mul(mul, cos)
+  mul_3: f32[3,4] = mul(mul_2, add)
+  clone_default: f32[] = clone(primals_1)
+  copy_: f32[] = copy_(primals_1, add)
+  clone_default_1: f32[2,4] = clone(primals_4)
+  copy__1: f32[2,4] = copy_(primals_4, mul_1)
+  return [mul_3, primals_1, primals_4, clone_default, clone_default_1, primals_3]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint, "backward")),
+            """\
+backward(clone_default: f32[], clone_default_1: f32[2,4], primals_3: f32[3,4], tangents_1: f32[3,4])
+  add: f32[] = add(clone_default, 1)
+  mul_4: f32[3,4] = mul(tangents_1, add)
+  cos: f32[] = cos(clone_default)
+  mul_5: f32[3,4] = mul(mul_4, cos)
+  select: f32[4] = select.int(clone_default_1, 0, 0)
+  mul_6: f32[3,4] = mul(mul_5, select)
+  permute_1: f32[4,3] = permute(mul_6, [1, 0])
+  mm_1: f32[4,4] = mm(permute_1, primals_3)
+  root.grad: f32[8] = fsdp.reduce_gradient([mm_1], [0])
+  return [None, root.grad, None, None]""",
+        )
+
+    @torch._functorch.config.patch(activation_memory_budget=0.0)
+    def test_an_input_that_the_backward_writes_as_well_is_read_as_it_was_and_written_itself(self):
+        graphs = trace(CountsBackwards(), rows())
+        self.assertExpectedInline(
+            last_line(graphs.after(PartitionJoint)), """return [mul, primals_3, clone_default, primals_2, primals_3]"""
+        )
+        self.assertExpectedInline(
+            str(graphs.after(PartitionJoint, "backward")),
+            """\
+backward(clone_default: f32[2,4], primals_2: f32[3,4], primals_3: f32[2,4], tangents_1: f32[3,4])
+  select: f32[4] = select.int(clone_default, 0, 0)
+  mul_2: f32[3,4] = mul(tangents_1, select)
+  permute_1: f32[4,3] = permute(mul_2, [1, 0])
+  mm_1: f32[4,4] = mm(permute_1, primals_2)
+  root.grad: f32[8] = fsdp.reduce_gradient([mm_1], [0])
+  add: f32[2,4] = add(clone_default, 1)
+  mul_1: f32[2,4] = mul(add, 2)
+  copy__1: f32[2,4] = copy_(primals_3, mul_1)
+  return [root.grad, None, None]""",
         )
 
     def test_a_graph_without_shards_is_cut_by_the_partitioner_alone(self):

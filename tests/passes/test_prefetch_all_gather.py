@@ -151,6 +151,27 @@ forward(low: f32[8], primals_2: f32[3,4], mid: f32[8], top: f32[8])
   return [mm_2, mid, top.weight, primals_2, mm, mm_1]""",
         )
 
+    def test_a_gather_that_a_plan_for_other_shapes_starts_too_late_starts_before_its_wait(self):
+        starts = {"low": "mid.weight", "mid": "top.weight", "top": "mid.weight"}
+        gathers = tuple(Gather((bucket,), False, start) for bucket, start in starts.items())
+        graph = trace(three_layers(), rows(), plan=StepPlan((), gathers, (), 1)).after(PrefetchAllGather)
+        self.assertExpectedInline(
+            graph.schedule(),
+            """\
+forward
+                            all_gather low                          64
+                            wait low.gathered                       64
+  mm                                                                64
+                            free low.gathered                       0
+                            all_gather mid                          64
+                            all_gather top                          128
+                            wait mid.gathered                       128
+  mm                                                                128
+                            free mid.gathered                       64
+                            wait top.gathered                       64
+  mm                                                                64""",
+        )
+
     def test_a_plan_for_another_program(self):
         plan = StepPlan((), (Gather(("low",), False, "no.weight"),), (), 1)
         with self.assertRaisesRegex(PassError, "low is planned to start before no.weight, which"):

@@ -1,0 +1,128 @@
+"""Compiled backwards: what goes in besides what autograd passes, and whose gradients come out.
+
+Which parameters have a gradient is the same on all ranks: one that any rank has is reduced, and a zero of those that
+have none. Where it can differ, in graphs with several results that lead to different parameters, the ranks ask each
+other, in one small reduction that runs beside the backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ..dependence import Dependence
+from .collectives import OnAnyRank
+from .given import HasGradient
+from .gradients import groups_over, note_gradients_of, take_accumulated
+
+if TYPE_CHECKING:
+    from ..capture import BucketGradient
+    from .flat_shard import FlatShard
+
+
+Key: TypeAlias = "tuple[FlatShard, int] | int"
+"""A parameter of a shard, by its offset; or another input of the graph, by its position."""
+
+
+@dataclasses.dataclass
+class CompiledBackward:
+    """The backward of one graph.
+
+    Attributes:
+        shardings: the `fsdp_compile.sharding.Sharding` of the models that it belongs to.
+        others: positions of its inputs that are not shards.
+        dependence: which results lead to which gradients; None if all lead to all.
+    """
+
+    shardings: Sequence[weakref.ref[Any]]
+    shards_of_bucket: Mapping[str, Sequence[weakref.ref[FlatShard]]]
+    others: Sequence[int]
+    dependence: Dependence | None = None
+
+    def begin(
+        self, gradients: Sequence[BucketGradient], arguments: dict[str, Any], has_gradient: HasGradient | None
+    ) -> Callable[[list[Any]], None]:
+        """Before it runs, with its arguments by name; returns what is to be called with what it has returned."""
+        handed = [(shard, gradient) for gradient in gradients for shard in self._shards(gradient.bucket)]
+        for shard, gradient in handed:
+            if (name := gradient.accumulated) is not None:
+                arguments[name] = take_accumulated(shard, arguments[name])
+        local = _Local(self.dependence, has_gradient)
+        asked = local.doubts(handed)
+        pending = self._ask(list(asked.values())) if asked else None
+
+        def finish(returned: list[Any]) -> None:
+            present = asked if pending is None else dict(zip(asked, pending.wait(), strict=True))
+            for shard, gradient in handed:
+                local.note(shard, gradient, present)
+            if has_gradient is not None:
+                for index in self.others:
+                    if not present.get(index, has_gradient(index)):
+                        returned[index] = None
+
+        return finish
+
+    def _shards(self, bucket: str) -> list[FlatShard]:
+        return [shard for reference in self.shards_of_bucket[bucket] if (shard := reference()) is not None]
+
+    def _ask(self, is_here: list[bool]) -> OnAnyRank | None:
+        """The ranks of all models that the graph belongs to; None with a single one."""
+        alive = [sharding for reference in self.shardings if (sharding := reference()) is not None]
+        firsts = [sharding.shards[0] for sharding in alive if sharding.shards]
+        if not (groups := groups_over(firsts)):
+            return None
+        return OnAnyRank(is_here, groups, firsts[0].layout.compute_device or firsts[0].data.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Local:
+    """What this rank knows of the gradients of a running backward."""
+
+    dependence: Dependence | None
+    has_gradient: HasGradient | None
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the other ranks have the same gradients, as far as they come from this backward."""
+        return self.dependence is None or not self.dependence.can_differ
+
+    def doubts(self, handed: Sequence[tuple[FlatShard, BucketGradient]]) -> dict[Key, bool]:
+        """What other ranks may have a gradient for, or not, and whether this one has: the same keys on all ranks."""
+        found: dict[Key, bool] = {}
+        for shard, gradient in handed:
+            if gradient.is_kept:
+                continue
+            own = set(self.own(gradient))
+            doubtful = set() if self.is_sure else set(gradient.offsets)
+            if (accumulation := shard.accumulation) is not None and accumulation.is_taken:
+                doubtful |= accumulation.doubtful
+                own |= accumulation.offsets
+            found |= {(shard, offset): offset in own for offset in sorted(doubtful)}
+        if self.dependence is not None and self.has_gradient is not None and not self.is_sure:
+            found |= {index: self.has_gradient(index) for index in sorted(self.dependence.passed_on)}
+        return found
+
+    def own(self, gradient: BucketGradient) -> Sequence[int]:
+        """The offsets of those parameters that have a gradient here."""
+        if self.has_gradient is None:
+            return gradient.offsets
+        return [offset for offset in gradient.offsets if self.has_gradient((gradient.bucket, offset))]
+
+    def note(self, shard: FlatShard, gradient: BucketGradient, present: Mapping[Key, bool]) -> None:
+        """Note what is `present` of it, on any rank; of what is kept, what is here."""
+        own = self.own(gradient)
+        if gradient.is_kept:
+            note_gradients_of(shard, own, is_kept=True, doubtful=() if self.is_sure else gradient.offsets)
+            return
+        here = set(own)
+        note_gradients_of(
+            shard,
+            [offset for offset in gradient.offsets if present.get((shard, offset), offset in here)],
+            is_kept=False,
+        )
+        if (accumulation := shard.accumulation) is not None and accumulation.is_taken:
+            accumulation.offsets.update(
+                offset for offset in accumulation.doubtful if present.get((shard, offset), False)
+            )

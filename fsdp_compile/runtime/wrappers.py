@@ -1,0 +1,104 @@
+"""Wrappers that train a module on several ranks in their own way, around a sharded one or inside what is to be sharded.
+
+They are refused where they first show: DistributedDataParallel and DataParallel of torch register the module as theirs;
+its FullyShardedDataParallel sets an attribute of every module before it changes one; `fully_shard` and `replicate` note
+themselves on the module, and ask for the note; accelerate asks whether the model is prepared already.
+
+Private, as of torch 2.11 to 2.15: that attribute, and the keys of those notes. Of accelerate 1.15: its attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..errors import ConfigError
+
+_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+_FUNCTIONS = ("fully_shard", "replicate")
+
+
+def refuse_wrapped(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
+    """Raise ConfigError if one of the parameters, which are to be sharded, is in a module that was wrapped."""
+    for name, module in model.named_modules():
+        noted = [function for function in _FUNCTIONS if function in vars(module).get(REGISTRY_KEY, ())]
+        wrapper = f"a {type(module).__name__} of torch" if isinstance(module, _WRAPPERS) else "".join(noted[:1])
+        if wrapper and any(parameter in parameters for parameter in module.parameters()):
+            raise ConfigError(
+                f"{name or 'the model'} is wrapped already, by {wrapper}, which moves parameters or gradients between "
+                "ranks itself: shard the model instead of wrapping it"
+            )
+
+
+def refuse_registration(outer: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Raise ConfigError if a wrapper takes a sharded module; it is what torch calls for every registration of one."""
+    if isinstance(outer, (DistributedDataParallel, DataParallel)) and module is not None:
+        left = getattr(outer, "parameters_to_ignore", ())
+        if any(inner not in left for inner in _sharded_parameters(module)):
+            raise _wraps(f"{type(outer).__name__} of torch", module)
+
+
+class RefusesWrappers:
+    """Mixed into modules with sharded parameters at or below them."""
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        if _sharded_parameters(self):  # type: ignore[arg-type]
+            instead = "leave it out of prepare(), and give that the optimizer, the scheduler and the data loaders"
+            raise _wraps("accelerate's prepare()", self, instead)
+        return bool(vars(self).get("_is_accelerate_prepared"))
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        vars(self)["_is_accelerate_prepared"] = value
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        return bool(vars(self).get("_is_fsdp_managed_module"))
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: bool) -> None:
+        if _sharded_parameters(self):  # type: ignore[arg-type]
+            raise _wraps("FullyShardedDataParallel of torch", self)
+        vars(self)["_is_fsdp_managed_module"] = value
+
+
+def _note_of(self: Any) -> Any:
+    """What functions of torch's composable API have noted on a module."""
+    noted = vars(self).get(REGISTRY_KEY)
+    if noted is None:
+        raise AttributeError(REGISTRY_KEY)
+    if (last := next(reversed(noted), None)) in _FUNCTIONS and _sharded_parameters(self):
+        for key in (STATE_KEY, REGISTRY_KEY):
+            vars(self)[key].popitem()
+            if not vars(self)[key]:
+                del vars(self)[key]
+        raise _wraps(f"{last} of torch", self)
+    return noted
+
+
+setattr(RefusesWrappers, REGISTRY_KEY, property(_note_of))  # another name in every process
+
+
+def _sharded_parameters(module: nn.Module) -> list[str]:
+    """The names of the parameters at or below `module` that we have sharded over several ranks."""
+    return [
+        f"{path}.{name}".removeprefix(".")
+        for path, owner in module.named_modules()
+        for name in vars(owner).get("_fsdp_reads", ())
+        if isinstance(owner._parameters.get(name), DTensor)
+    ]
+
+
+def _wraps(wrapper: str, module: Any, instead: str = "use the model as it is, or shard the whole") -> ConfigError:
+    first = _sharded_parameters(module)[0]
+    return ConfigError(
+        f"{wrapper} around the {type(module).__name__}, whose {first} is sharded already. A call of what is sharded "
+        f"gathers its parameters, and the backward reduces their gradients: {instead}"
+    )
