@@ -134,7 +134,7 @@ def fsdp_compile(
             NaN; for debugging: it waits for all gradients. What no_sync keeps is checked when it is reduced.
         passes: your own, objects of dataclasses that change a graph in place. They are called with the forward and the
             backward once these are in order, and what they leave is verified; see docs/writing_a_pass.md.
-        backend: "inductor", or "aot_eager" for the same graphs without code generation.
+        backend: "inductor", or "aot_eager": the same passes, with eager's operators and no code generation.
         fullgraph, dynamic, options: passed on to torch.compile and Inductor.
         memory_budget: bytes (or text such as "16 GiB") that a rank may hold during a step, all told. The schedule is
             planned to fit; if none does, an error when the model is first called says what is missing. It takes an

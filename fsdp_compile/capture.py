@@ -82,6 +82,9 @@ _REORDERING = {  # what Inductor would otherwise do to the order of the nodes, o
 }
 _KEEP_SCHEDULE = {name: value for name, value in _REORDERING.items() if name in torch._inductor.list_options()}
 
+_AS_EAGER = {"fallback_random": True, "pattern_matcher": False, "joint_graph_constant_folding": False}
+"""Without code generation, a graph has eager's operators and random numbers, and so its results to the last bit."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
@@ -128,11 +131,14 @@ class Capture:
         patches = {"custom_partitioner_fn": partitioner, **self.options}
         if _reads_shards(gm):
             patches |= _KEEP_SCHEDULE
+        decompositions: dict[Any, Any] | None = None  # Inductor's
         if not self.generates_code:
-            patches["fallback_random"] = True  # the random numbers of eager
+            patches, decompositions = {**_AS_EAGER, **patches}, {}
         # A hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`.
         with uncollected(), torch._functorch.config.patch(enable_autograd_cache=False), capturing():
-            compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+            compiled: Any = compile_fx(
+                gm, example_inputs, inner_compile=inner_compile, config_patches=patches, decompositions=decompositions
+            )
 
         def run(*arguments: Any) -> Any:
             before = results.nodes_of(arguments)

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from . import saving
-from .config import Reduction
+from .config import Reduction, check_bool
 from .costs import Explanation, Hardware, explain
 from .costs.explain import hardware_is_missing
 from .errors import ConfigError
@@ -261,9 +261,16 @@ class ShardedMethods(nn.Module):
         of the parameters does not change, and `optimizer.zero_grad()` does not reach what is kept; `model.zero_grad()`
         does. With a single rank there is nothing to reduce.
         """
-        if not isinstance(requires_gradient_sync, bool):
-            raise ConfigError(f"requires_gradient_sync is a bool, not {requires_gradient_sync!r}")
+        check_bool("requires_gradient_sync", requires_gradient_sync)
         sharding_of(self).keeps_gradients = not requires_gradient_sync
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """FSDP2's, which says with False that the backward does not read the module's parameters.
+
+        Here the graph of the backward says it: what it does not read, as the weight of an embedding, is not gathered
+        for it, and what it reads is. Either value leads to the same graphs.
+        """
+        check_bool("unshard_in_backward", unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """From the next forward on, gradients are sums over the ranks divided by `factor`, as by `gradient_reduction`.

@@ -4,8 +4,9 @@ A tensor lives from the node that computes it to the last node that reads it or 
 lives until that is waited for. Of values that a compiler computes inside a kernel only those are in memory that are
 read outside of it. What the forward saves lives on until the backward has read it.
 
-Not in the graphs, and therefore not counted: what kernels take and give back inside (workspaces, but for the copies of
-oneDNN), what an allocator rounds up or cannot use, what is made of the model's outputs outside of the model.
+Not in the graphs, and therefore not counted: what kernels take and give back inside (workspaces, except for the copies
+of oneDNN) or keep beside their result (eager's mse_loss, whose number keeps the memory of all elements), what an
+allocator rounds up or cannot use, what is made of the model's outputs outside of the model.
 """
 
 from __future__ import annotations

@@ -133,7 +133,9 @@ class FlatShard:
         if not isinstance(found, DTensor) or found.shape != known.shape or found.placements != known.placements:
             raise ConfigError(
                 f"{slot.parameter} was sharded as a DTensor of shape {tuple(slot.shape)} and is now "
-                f"{type(found).__name__}: assign a DTensor of the same shape and placements, or shard a new model"
+                f"{type(found).__name__}: assign a DTensor of the same shape and placements, or shard a new model "
+                "(torch.func.functional_call takes such DTensors; in place of torch.func.grad, go backward and read "
+                ".grad)"
             )
         if local_tensor(found).shape != local_tensor(known).shape:
             raise ConfigError(f"{slot.parameter} was replaced by a DTensor with the rows of another rank")

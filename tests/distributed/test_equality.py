@@ -9,6 +9,7 @@ from tests.distributed.training import (
     adamw,
     assert_close,
     assert_same_parameters,
+    full,
     mean_over_ranks,
     train,
     train_replicas,
@@ -79,3 +80,19 @@ def test_batch_norm_on_one_batch_shared_by_all_ranks_equals_the_unsharded_model(
     assert_close(losses, expected_losses)
     assert_same_parameters(model, expected)
     assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(1, 2)
+def test_without_generated_code_gradients_are_those_of_eager_to_the_last_bit(world_size, name):
+    """With the same rows on all ranks, whose mean is exact, and parameters as they lie in memory once gathered."""
+    expected, model = build(name), fsdp_compile(build(name), backend="aot_eager")
+    for parameter in expected.parameters():
+        parameter.data = parameter.data.contiguous()
+    losses = [network(*network.inputs(4, seed=0)) for network in (expected, model)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for (parameter, one), other in zip(expected.named_parameters(), model.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), parameter
+        assert one.grad is None or torch.equal(one.grad, full(other.grad)), parameter

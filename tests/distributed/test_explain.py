@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compile import ConfigError, fsdp_compile, rewrite
-from fsdp_compile.costs import HARDWARE, Link, predict
+from fsdp_compile import ConfigError, fsdp_compile
+from fsdp_compile.costs import HARDWARE, Link
 from tests.distributed.training import batch_of_rank
 from tests.models import build
 from tests.ranks import on_ranks
@@ -31,10 +31,9 @@ def test_the_explanation_has_a_part_for_every_graph(world_size, dynamic):
         assert said in text
     gathers = [node for node in model.graphs[0].forward.graph.nodes if "all_gather" in str(node.target)]
     assert f"forward {len(gathers)} gathers of" in text
-    static = predict(
-        rewrite(build("gpt"), *batch_of_rank(model, 0), world_size=2), HARDWARE["h100"], compiler="aot_eager"
-    )
-    assert training.memory.peak.held == static.memory.peak.held
+    static = fsdp_compile(build("gpt"), backend="aot_eager", dynamic=False)
+    static(*batch_of_rank(model, 0)).backward()
+    assert training.memory.peak.held == static.explain("h100").predictions[0].memory.peak.held
     model(*[rows[1:] for rows in batch_of_rank(model, 1)]).backward()
     assert len(model.graphs) == (2 if dynamic else 3)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import ConfigError, fsdp_compile, register_fsdp_forward_method, shard
@@ -799,3 +799,28 @@ def test_parameters_are_listed_sharded_outside_of_forward(world_size, front_end)
     for parameter in [*seen, *model.parameters(), *model.layers[0].parameters()]:
         assert isinstance(parameter, DTensor)
     assert len(seen) == 5 * len(list(model.parameters()))
+
+
+@both_front_ends
+@on_ranks(2)
+def test_functional_call_with_other_values(world_size, front_end):
+    expected, model, other = made(OddMlp), front_end(made(OddMlp)), build("odd_mlp", seed=1)
+    full = dict(other.named_parameters())
+    values = {
+        name: distribute_tensor(full[name].detach(), parameter.device_mesh, parameter.placements).requires_grad_()
+        for name, parameter in model.named_parameters()
+    }
+    batch = global_batch(other, 0)
+    torch.func.functional_call(model, values, batch).backward()
+    other(*batch).backward()
+    for name, value in values.items():
+        assert_close(value.grad.full_tensor(), full[name].grad)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None, name
+    with pytest.raises(ConfigError, match="functional_call takes such DTensors"):
+        torch.func.functional_call(model, {name: value.detach() for name, value in full.items()}, batch)
+    with pytest.raises(ConfigError, match=r"in place of torch.func.grad, go backward and read \.grad"):
+        torch.func.grad(lambda values: torch.func.functional_call(model, values, batch))(dict(model.named_parameters()))
+    for network in (model, expected):
+        network(*batch).backward()
+    assert_same_gradients(model, expected)
