@@ -18,8 +18,8 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from fsdp_compile.chains import Chain, Channel, Parameter, Reduction
-from fsdp_compile.planning import best_plan
+from fsdp_compile.planning.chains import Chain, Channel, Parameter, Reduction
+from fsdp_compile.planning.search import best_plan
 
 MIB = 2**20
 LAYER = [0.01, 32, 8, 8, 32, 0.01, 112, 112, 112]  # MiB: those of Llama 3 8B in bf16

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import WORKLOADS
 
 import fsdp_compile.passes.partition_joint as partition_joint
-from fsdp_compile.capture import Partitioner
+from fsdp_compile.compiler.capture import Partitioner
 from fsdp_compile.costs import HARDWARE, predict
 
 _WARM_UP = 3

@@ -3,7 +3,7 @@
 from .api import fsdp_compile, rewrite, shard
 from .errors import CaptureError, CompilationWarning, ConfigError, NonFiniteError, PassError, RankError, VerifyError
 from .graphs import RewrittenGraph, RewrittenGraphs
-from .sharded_module import register_fsdp_forward_method
+from .module.sharded_module import register_fsdp_forward_method
 
 __all__ = [
     "CaptureError",

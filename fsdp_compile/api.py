@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
-from .adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
 from .backend import CompileAs
-from .capture import capture_only, inductor_options
+from .compiler.capture import capture_only, inductor_options
+from .compiler.statements import statement_of_plan
 from .config import (
     CompileConfig,
     OffloadConfig,
@@ -33,18 +33,14 @@ from .costs.calibrate import calibrate
 from .costs.hardware import Hardware, find_hardware, hardware_of_gpu
 from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
-from .layout import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
-from .newcomers import newcomers, places_left, refuse
-from .passes import ops
-from .passes.pipeline import Pass
-from .precision import find_precision, install_casts
-from .reading import off_meta, reading_copy
-from .runtime.agreement import agreement_of
-from .runtime.groups import device_of, num_shards_of, resolve_mesh
-from .runtime.wrappers import refuse_wrapped
-from .scheduling import Goal, Planner
-from .sharded_module import become_sharded
-from .sharding import (
+from .layout.buckets import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
+from .layout.precision import find_precision, install_casts
+from .layout.units import Unit, find_units
+from .module.adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
+from .module.newcomers import newcomers, places_left, refuse
+from .module.reading import off_meta, reading_copy
+from .module.sharded_module import become_sharded
+from .module.sharding import (
     Plan,
     check_dense,
     check_modules,
@@ -56,8 +52,10 @@ from .sharding import (
     shard_parameters,
     sharding_of,
 )
-from .statements import statement_of_plan
-from .strategies import (
+from .passes import ops
+from .passes.pipeline import Pass
+from .planning.scheduling import Goal, Planner
+from .planning.strategies import (
     Auto,
     Choice,
     best_strategy,
@@ -67,7 +65,9 @@ from .strategies import (
     first_ranks_choice,
     is_auto,
 )
-from .units import Unit, find_units
+from .runtime.agreement import agreement_of
+from .runtime.groups import device_of, num_shards_of, resolve_mesh
+from .runtime.wrappers import refuse_wrapped
 
 _MOST_RANKS = 2**31
 
@@ -109,7 +109,7 @@ def fsdp_compile(
         mesh: one dimension to shard over, or two (replicate, shard); by default all ranks. With no process group
             initialised, `WORLD_SIZE` in the environment initialises one (NCCL for CUDA, else gloo).
         process_group: the ranks to shard over, instead of a mesh; a pair (shard, replicate) for hybrid sharding.
-        auto_wrap_policy: which modules are units; see `fsdp_compile.units.find_units`.
+        auto_wrap_policy: which modules are units; see `fsdp_compile.layout.units.find_units`.
         sharding_strategy: torch's; FULL_SHARD on a mesh of two dimensions is HYBRID_SHARD. SHARD_GRAD_OP keeps
             parameters gathered between forward and backward, NO_SHARD keeps them whole and all-reduces gradients.
             "auto" takes the one that is predicted to be the fastest that fits; `model.explain()` says why.
@@ -117,8 +117,8 @@ def fsdp_compile(
             last. True frees all, False none; a number of ranks shards them over groups of that size until the
             backward; a map from globs over unit names to bools and numbers decides for the units it matches.
         mp_policy: torch's MixedPrecisionPolicy, or a map to such policies from module classes and globs over module
-            names; see `fsdp_compile.precision.find_precision`. Shards are cast before they are gathered; parameters,
-            their gradients and the optimizer's states keep their dtype.
+            names; see `fsdp_compile.layout.precision.find_precision`. Shards are cast before they are gathered;
+            parameters, their gradients and the optimizer's states keep their dtype.
         offload_policy: torch's CPUOffloadPolicy (or CPUOffload): shards, gradients and the optimizer's states live on
             the CPU.
         backward_prefetch: "auto" (1), how many units ahead the backward gathers, or torch's BackwardPrefetch.

@@ -12,18 +12,18 @@ import torch
 import torch.fx
 import torch.nn as nn
 
-from .capture import Capture, compile_module, inductor_options
+from .compiler.capture import Capture, compile_module, inductor_options
+from .compiler.statements import groups_of, places_of_graphs, statement_of_graphs
 from .config import CompileConfig
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
+from .module.sharding import Sharding, sharding_of
 from .passes.pipeline import Pipeline
 from .runtime import kernels  # noqa: F401  registers the kernels of the operators in captured graphs
 from .runtime.agreement import Agreement, Line
 from .runtime.backward import CompiledBackward
 from .runtime.flat_shard import FlatShard
 from .runtime.places import Place
-from .sharding import Sharding, sharding_of
-from .statements import groups_of, places_of_graphs, statement_of_graphs
 
 Compiled = Callable[..., Any]
 

@@ -43,9 +43,9 @@ from torch.utils._pytree import tree_map_only
 from .api import fsdp_compile, shard
 from .config import CompileConfig, OffloadConfig, check_bool, check_dtype, listed
 from .errors import ConfigError
-from .full_parameters import SummonOptions, summon
-from .sharded_module import become_sharded_together, register_fsdp_forward_method
-from .sharding import Sharding, is_sharded, sharding_of
+from .module.full_parameters import SummonOptions, summon
+from .module.sharded_module import become_sharded_together, register_fsdp_forward_method
+from .module.sharding import Sharding, is_sharded, sharding_of
 
 __all__ = ["FSDPModule", "FullyShardedDataParallel", "fully_shard", "register_fsdp_forward_method"]
 

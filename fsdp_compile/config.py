@@ -15,7 +15,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolic
 
 from .costs.hardware import Hardware
 from .errors import ConfigError
-from .globs import is_named
+from .layout.globs import is_named
 from .passes.pipeline import Pass
 
 _BACKENDS = ("inductor", "aot_eager")

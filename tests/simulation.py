@@ -18,10 +18,10 @@ import torch.fx
 from torch import Tensor, nn
 
 from fsdp_compile import api, rewrite
-from fsdp_compile.capture import Capture
+from fsdp_compile.compiler.capture import Capture
 from fsdp_compile.graphs import RewrittenGraphs
+from fsdp_compile.module.reading import Read
 from fsdp_compile.passes import ops
-from fsdp_compile.reading import Read
 
 _c10d = torch.ops._c10d_functional
 

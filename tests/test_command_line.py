@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_compile import rewrite
-from fsdp_compile.__main__ import main
+from fsdp_compile.cli.doctor import Finding
+from fsdp_compile.cli.main import main
 from fsdp_compile.costs import predict
 from fsdp_compile.costs.hardware import find_hardware
-from fsdp_compile.doctor import Finding
 from fsdp_compile.report import Schedule, page, trace
 from tests.passes.tiny import rows, three_layers
 
@@ -184,8 +184,8 @@ def test_the_doctor_trains_on_two_ranks(capsys):
 
 
 def test_the_doctor_says_what_is_wrong(capsys, monkeypatch):
-    monkeypatch.setattr("fsdp_compile.doctor.shutil.which", lambda name: None)
-    monkeypatch.setattr("fsdp_compile.doctor._rank", None)
+    monkeypatch.setattr("fsdp_compile.cli.doctor.shutil.which", lambda name: None)
+    monkeypatch.setattr("fsdp_compile.cli.doctor._rank", None)
     with pytest.raises(SystemExit):
         main(["doctor"])
     said = capsys.readouterr().out
@@ -193,7 +193,7 @@ def test_the_doctor_says_what_is_wrong(capsys, monkeypatch):
 
 
 def test_the_doctor_prints_errors_as_they_are(capsys, monkeypatch):
-    monkeypatch.setattr("fsdp_compile.__main__.examine", lambda: [Finding("2 ranks", "KeyError: '[blue]'", False)])
+    monkeypatch.setattr("fsdp_compile.cli.main.examine", lambda: [Finding("2 ranks", "KeyError: '[blue]'", False)])
     with pytest.raises(SystemExit):
         main(["doctor"])
     assert "2 ranks: KeyError: '[blue]' wrong" in capsys.readouterr().out

@@ -76,7 +76,7 @@ def test_checkout_that_lost_the_symlink_builds_the_same_wheel(wheel: Path, tmp_p
 def test_entry_point_names_the_backend(site: Path) -> None:
     (distribution,) = importlib.metadata.distributions(path=[str(site)])
     assert {(e.group, e.name, e.value) for e in distribution.entry_points} == {
-        ("console_scripts", "fsdp-compile", "fsdp_compile.__main__:main"),
+        ("console_scripts", "fsdp-compile", "fsdp_compile.cli.main:main"),
         ("torch_dynamo_backends", "fsdp", "fsdp_compile.backend:fsdp"),
     }
 

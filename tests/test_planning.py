@@ -11,10 +11,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fsdp_compile.chains import Bucket, Chain, Channel, Outcome, Parameter, Plan, Reduction, evaluate, plain_plan
 from fsdp_compile.errors import ConfigError
-from fsdp_compile.planning import best_plan, front
-from fsdp_compile.steps import SAME, _leanest, _search
+from fsdp_compile.planning.chains import (
+    Bucket,
+    Chain,
+    Channel,
+    Outcome,
+    Parameter,
+    Plan,
+    Reduction,
+    evaluate,
+    plain_plan,
+)
+from fsdp_compile.planning.search import best_plan, front
+from fsdp_compile.planning.steps import SAME, _leanest, _search
 
 # Profiles are in tests/conftest.py. Parameters of a chain that is compared with all plans; numbers of long chains.
 MOST, NUM_LONG = (7, 300) if settings.get_current_profile_name() == "thorough" else (5, 10)

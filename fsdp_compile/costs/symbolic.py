@@ -19,7 +19,7 @@ import torch.fx
 
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
-from ..padding import room
+from ..layout.padding import room
 from ..passes import ops
 from ..runtime.shapes import size_expression
 from .nodes import Compiler, Extent, kernels_of

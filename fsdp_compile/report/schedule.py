@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch.fx
 
+from ..compiler.statements import source_of
 from ..costs.memory import CATEGORIES, Moment
 from ..costs.nodes import full_bytes, num_bytes
 from ..costs.predict import Prediction
@@ -17,7 +18,6 @@ from ..costs.work import WorkOfGraph
 from ..errors import ConfigError
 from ..passes import ops
 from ..passes.printer import display_names, target_name
-from ..statements import source_of
 
 Kind = Literal["compute", "gather", "reduce", "copy", "wait", "free"]
 """Kernels, all-gathers, reductions, copies between devices, waits for collectives, ends of full parameters. A wait

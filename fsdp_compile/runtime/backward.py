@@ -18,7 +18,7 @@ from .given import HasGradient
 from .gradients import groups_over, note_gradients_of, take_accumulated
 
 if TYPE_CHECKING:
-    from ..capture import BucketGradient
+    from ..compiler.capture import BucketGradient
     from .flat_shard import FlatShard
 
 
@@ -31,7 +31,7 @@ class CompiledBackward:
     """The backward of one graph.
 
     Attributes:
-        shardings: the `fsdp_compile.sharding.Sharding` of the models that it belongs to.
+        shardings: the `fsdp_compile.module.sharding.Sharding` of the models that it belongs to.
         others: positions of its inputs that are not shards.
         dependence: which results lead to which gradients; None if all lead to all.
     """

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from ..layout import Layout, Slot
+from ..layout.buckets import Layout, Slot
 from .gradients import Accumulation, hand_over_gradients
 from .optimizers import install_hooks
 from .views import local_tensor, local_views, rows_of_rank, shard_placements, sharded_tensor
 
 if TYPE_CHECKING:
-    from ..reading import Read
+    from ..module.reading import Read
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,7 +30,7 @@ class FlatShard:
         parameters: the DTensor parameters that the user sees, one for each slot of the layout, views into `data`.
         owners: for each of them a module that holds it, and its name there.
         reads: for each of them how the forward reads it.
-        sharding: the `fsdp_compile.sharding.Sharding` that this is a part of, once it is complete.
+        sharding: the `fsdp_compile.module.sharding.Sharding` that this is a part of, once it is complete.
         received: offsets of the parameters that the running backward has a gradient for.
         accumulation: gradients that are yet to be reduced, once there were any.
         gradient, accumulated: what reads pass to `fsdp::unshard` for now.

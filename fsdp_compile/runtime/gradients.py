@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from ..layout import Layout
+from ..layout.buckets import Layout
 from .collectives import OnAnyRank, reduce_packed, running_alone
 from .guard import check_after_backward
 from .modules import not_captured

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from ..errors import ConfigError
-from ..layout import NO_AXIS, Axes, Axis
+from ..layout.buckets import NO_AXIS, Axes, Axis
 from ..passes.ops import Part
 from .gloo import overlapping_group
 

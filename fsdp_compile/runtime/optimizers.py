@@ -18,7 +18,7 @@ _REPLACEMENT = "fsdp_replacement"
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """What took the place of a parameter: a sharded one, and the `fsdp_compile.reading.Read` of it."""
+    """What took the place of a parameter: a sharded one, and the `fsdp_compile.module.reading.Read` of it."""
 
     sharded: nn.Parameter
     read: Any

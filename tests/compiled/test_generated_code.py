@@ -18,7 +18,7 @@ from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fsdp_compile
-from fsdp_compile.capture import _KEEP_SCHEDULE
+from fsdp_compile.compiler.capture import _KEEP_SCHEDULE
 from fsdp_compile.passes import ops
 from tests.models import build
 from tests.passes.tiny import Checkpointed

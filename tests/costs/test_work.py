@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fsdp_compile import rewrite
-from fsdp_compile.capture import Capture
+from fsdp_compile.compiler.capture import Capture
 from fsdp_compile.costs import HARDWARE, predict
 from fsdp_compile.passes.pipeline import Pipeline
 from tests.models import build

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile import RankError, fsdp_compile
+from fsdp_compile.module.sharding import sharding_of
 from fsdp_compile.runtime.agreement import agreement_of
-from fsdp_compile.sharding import sharding_of
 from tests import ranks
 from tests.distributed.training import adamw, assert_same_parameters
 from tests.ranks import on_ranks, run_on_ranks

@@ -1,16 +1,16 @@
 import torch
 from torch import nn
 
-from fsdp_compile.capture import Capture
+from fsdp_compile.compiler.capture import Capture
 from fsdp_compile.config import Reduction
-from fsdp_compile.layout import Placement, lay_out
+from fsdp_compile.layout.buckets import Placement, lay_out
+from fsdp_compile.layout.units import find_units
+from fsdp_compile.module.reading import reading_copy
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.errors import VerifyError
 from fsdp_compile.passes.lower_collectives import LowerCollectives
 from fsdp_compile.passes.pipeline import Pipeline
 from fsdp_compile.passes.verifier import verify_lowered
-from fsdp_compile.reading import reading_copy
-from fsdp_compile.units import find_units
 from tests.models import build
 from tests.passes.tiny import (
     Adapted,

@@ -16,16 +16,16 @@ import torch.fx
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from fsdp_compile.capture import capture_only
+from fsdp_compile.compiler.capture import capture_only
 from fsdp_compile.config import Reduction
 from fsdp_compile.graphs import RewrittenGraphs
-from fsdp_compile.layout import NO_AXIS, Axes, Axis, Placement, lay_out
+from fsdp_compile.layout.buckets import NO_AXIS, Axes, Axis, Placement, lay_out
+from fsdp_compile.layout.precision import find_precision, install_casts
+from fsdp_compile.layout.units import find_units
+from fsdp_compile.module.reading import off_meta, reading_copy
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.pipeline import Pipeline
 from fsdp_compile.passes.printer import print_graph, print_schedule
-from fsdp_compile.precision import find_precision, install_casts
-from fsdp_compile.reading import off_meta, reading_copy
-from fsdp_compile.units import find_units
 
 MEAN = Reduction()
 REDUCTION = 1, "", "avg", 1.0, None

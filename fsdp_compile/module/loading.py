@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .runtime.rows import as_laid_out
-from .runtime.views import laid_out_as, rows_of_rank
+from ..runtime.rows import as_laid_out
+from ..runtime.views import laid_out_as, rows_of_rank
 
 
 def shard_state(module: nn.Module, state: MutableMapping[str, Any], prefix: str) -> None:

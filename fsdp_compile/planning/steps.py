@@ -17,21 +17,21 @@ from functools import partial
 
 import torch.fx
 
+from ..costs import collectives
+from ..costs.collectives import Ring
+from ..costs.hardware import Hardware
+from ..costs.memory import Moment
+from ..costs.nodes import Compiler, num_bytes
+from ..costs.predict import predict, rings_of
+from ..costs.timeline import num_messages, seconds_of
+from ..costs.work import Work, WorkOfGraph
+from ..errors import ConfigError
+from ..graphs import RewrittenGraphs
+from ..passes import ops
+from ..passes.plan import Gather, StepPlan
+from ..passes.prefetch_all_gather import first_uses
 from .chains import Chain, Channel, Parameter, Plan, Reduction, evaluate
-from .costs import collectives
-from .costs.collectives import Ring
-from .costs.hardware import Hardware
-from .costs.memory import Moment
-from .costs.nodes import Compiler, num_bytes
-from .costs.predict import predict, rings_of
-from .costs.timeline import num_messages, seconds_of
-from .costs.work import Work, WorkOfGraph
-from .errors import ConfigError
-from .graphs import RewrittenGraphs
-from .passes import ops
-from .passes.plan import Gather, StepPlan
-from .passes.prefetch_all_gather import first_uses
-from .planning import best_plan
+from .search import best_plan
 
 SAME = 1.001
 """Plans within this factor are as fast as each other; then the one with the lower peak is better."""

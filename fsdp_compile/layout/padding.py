@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from .passes import ops
+from ..passes import ops
 
 _ALIGNMENT = 16  # bytes; collectives lose much of their bandwidth on unaligned messages (NVIDIA/nccl#413)
 

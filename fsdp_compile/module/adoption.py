@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import ConfigError
-from .layout import Layout
-from .passes import ops
+from ..errors import ConfigError
+from ..layout.buckets import Layout
+from ..passes import ops
+from ..runtime.flat_shard import FlatShard
+from ..runtime.groups import num_shards_of
+from ..runtime.optimizers import replacement_of
 from .reading import install_reads
-from .runtime.flat_shard import FlatShard
-from .runtime.groups import num_shards_of
-from .runtime.optimizers import replacement_of
 from .sharded_module import stop_being_root
 from .sharding import Sharding, is_sharded, sharding_of
 

@@ -14,28 +14,28 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateDictConfig, ShardingStrategy
 
-from .capture import activations_are_free
-from .config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig
-from .errors import ConfigError
-from .graphs import RewrittenGraphs
-from .layout import Layout, Placement, lay_out
+from ..compiler.capture import activations_are_free
+from ..compiler.statements import statement_of_program
+from ..config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig
+from ..errors import ConfigError
+from ..graphs import RewrittenGraphs
+from ..layout.buckets import Layout, Placement, lay_out
+from ..layout.precision import Precision, install_casts
+from ..layout.units import Unit
+from ..passes import ops
+from ..passes.pipeline import Pipeline
+from ..passes.plan import StepPlan
+from ..planning.scheduling import Goal, Options, Planner
+from ..runtime.agreement import Agreement, agreement_of
+from ..runtime.compilations import Compilations
+from ..runtime.flat_shard import FlatShard
+from ..runtime.gradients import carry_hooks, reduce_leftovers, watch_whole
+from ..runtime.groups import axes_of, device_of, is_nccl, num_shards_of, part_of
+from ..runtime.optimizers import note_replacement
+from ..runtime.recomputation import checkpoint_in_forward
+from ..runtime.registrations import registrations
 from .newcomers import Place, newcomers, refuse
-from .passes import ops
-from .passes.pipeline import Pipeline
-from .passes.plan import StepPlan
-from .precision import Precision, install_casts
 from .reading import LocalRead, Read, Running, install_reads
-from .runtime.agreement import Agreement, agreement_of
-from .runtime.compilations import Compilations
-from .runtime.flat_shard import FlatShard
-from .runtime.gradients import carry_hooks, reduce_leftovers, watch_whole
-from .runtime.groups import axes_of, device_of, is_nccl, num_shards_of, part_of
-from .runtime.optimizers import note_replacement
-from .runtime.recomputation import checkpoint_in_forward
-from .runtime.registrations import registrations
-from .scheduling import Goal, Options, Planner
-from .statements import statement_of_program
-from .units import Unit
 
 
 class Compiler(Protocol):

@@ -10,10 +10,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .config import Reduction
-from .errors import ConfigError
+from ..config import Reduction
+from ..errors import ConfigError
+from ..passes import ops
 from .padding import room
-from .passes import ops
 from .units import Unit
 
 

@@ -16,21 +16,21 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from ..config import Reduction, check_bool
+from ..costs import Explanation, Hardware, explain
+from ..costs.explain import hardware_is_missing
+from ..errors import ConfigError
+from ..graphs import RewrittenGraphs
+from ..report import Comparison, Schedule, measured_schedule, page
+from ..runtime.clipping import clip_gradients
+from ..runtime.compilations import Compilations
+from ..runtime.modules import not_captured
+from ..runtime.recomputation import checkpoint_in_forward
+from ..runtime.views import without_offset
 from . import saving
-from .config import Reduction, check_bool
-from .costs import Explanation, Hardware, explain
-from .costs.explain import hardware_is_missing
-from .errors import ConfigError
 from .full_parameters import SummonOptions, summon
-from .graphs import RewrittenGraphs
 from .loading import shard_state
 from .reading import generated_subclass, is_reading
-from .report import Comparison, Schedule, measured_schedule, page
-from .runtime.clipping import clip_gradients
-from .runtime.compilations import Compilations
-from .runtime.modules import not_captured
-from .runtime.recomputation import checkpoint_in_forward
-from .runtime.views import without_offset
 from .sharding import Sharding, note_sharding, sharding_of
 
 

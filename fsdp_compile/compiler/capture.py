@@ -25,18 +25,18 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from .dependence import Paths
-from .errors import CaptureError, ConfigError, PassError, RankError, VerifyError
-from .graphs import Draft, RewrittenGraphs
-from .passes import analysis, ops
-from .passes.partition_joint import Halves
-from .passes.pipeline import Pipeline
-from .passes.plan import StepPlan
-from .runtime.compilations import Compilations
-from .runtime.given import HasGradient, Results
-from .runtime.gradients import shard_of
-from .runtime.inductor import Fences, fast_matmuls, generator_digest, whole_copies
-from .runtime.kernels import capturing
+from ..dependence import Paths
+from ..errors import CaptureError, ConfigError, PassError, RankError, VerifyError
+from ..graphs import Draft, RewrittenGraphs
+from ..passes import analysis, ops
+from ..passes.partition_joint import Halves
+from ..passes.pipeline import Pipeline
+from ..passes.plan import StepPlan
+from ..runtime.compilations import Compilations
+from ..runtime.given import HasGradient, Results
+from ..runtime.gradients import shard_of
+from ..runtime.inductor import Fences, fast_matmuls, generator_digest, whole_copies
+from ..runtime.kernels import capturing
 
 MakePlan = Callable[[str, Draft], StepPlan | None]
 """(program, draft) to the plan of a program; `scheduling.Planner.plan` explains both."""

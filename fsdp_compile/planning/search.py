@@ -27,8 +27,8 @@ from itertools import accumulate
 from operator import add, itemgetter, le, sub
 from typing import NamedTuple
 
+from ..errors import ConfigError
 from .chains import Bucket, Chain, Channel, Clock, Outcome, Plan, evaluate, plain_plan, seconds_of
-from .errors import ConfigError
 
 NEGLIGIBLE = 1e-11
 """What rounding may do to a sum of seconds, relative to it."""

@@ -18,12 +18,12 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
-from .layout import Layout
+from ..layout.buckets import Layout
+from ..runtime.gradients import in_backward
+from ..runtime.modules import CalledByItself, Recurrent, not_captured
+from ..runtime.recomputation import checkpoint_in_forward
+from ..runtime.wrappers import RefusesWrappers
 from .loading import shard_state
-from .runtime.gradients import in_backward
-from .runtime.modules import CalledByItself, Recurrent, not_captured
-from .runtime.recomputation import checkpoint_in_forward
-from .runtime.wrappers import RefusesWrappers
 
 
 @dataclasses.dataclass

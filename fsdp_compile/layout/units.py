@@ -16,10 +16,10 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-from .config import check_call, listed
-from .errors import ConfigError
+from ..config import check_call, listed
+from ..errors import ConfigError
 from .globs import is_named
-from .runtime.policies import run_policy
+from .policies import run_policy
 
 _SMALL = 64  # a run with less than this fraction of the largest unit's elements is not gathered by itself
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

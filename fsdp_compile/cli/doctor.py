@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from .api import fsdp_compile
+from ..api import fsdp_compile
 
 _RANKS = 2
 _STEPS = 3

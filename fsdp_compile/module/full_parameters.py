@@ -11,12 +11,12 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .errors import ConfigError
-from .layout import Layout
-from .passes import ops
-from .runtime.collectives import gather_chunk, running_alone
-from .runtime.flat_shard import FlatShard
-from .runtime.views import laid_out_as, local_tensor, local_views, rows_of_rank
+from ..errors import ConfigError
+from ..layout.buckets import Layout
+from ..passes import ops
+from ..runtime.collectives import gather_chunk, running_alone
+from ..runtime.flat_shard import FlatShard
+from ..runtime.views import laid_out_as, local_tensor, local_views, rows_of_rank
 from .sharding import Sharding, sharding_of
 
 

@@ -18,11 +18,11 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from .errors import ConfigError
-from .layout import NO_AXIS, Axis, Layout
+from ..errors import ConfigError
+from ..layout.buckets import NO_AXIS, Axis, Layout
+from ..runtime.flat_shard import FlatShard
+from ..runtime.groups import axes_of, mesh_over, part_of
 from .reading import LocalRead, Read, install_reads, original_class
-from .runtime.flat_shard import FlatShard
-from .runtime.groups import axes_of, mesh_over, part_of
 from .sharding import Sharding, note_sharding, owners_of_parameters, sharding_of
 
 _MADE_ANEW = {

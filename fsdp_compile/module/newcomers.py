@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 Place = tuple[nn.Module, str]
 """A module, and the name of a parameter that it holds."""

@@ -13,14 +13,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from .costs.hardware import Hardware
-from .costs.memory import CATEGORIES
-from .costs.nodes import Compiler
-from .costs.predict import Prediction, bytes_text, predict
-from .errors import ConfigError
-from .graphs import Draft
-from .passes.pipeline import Pipeline
-from .passes.plan import StepPlan
+from ..costs.hardware import Hardware
+from ..costs.memory import CATEGORIES
+from ..costs.nodes import Compiler
+from ..costs.predict import Prediction, bytes_text, predict
+from ..errors import ConfigError
+from ..graphs import Draft
+from ..passes.pipeline import Pipeline
+from ..passes.plan import StepPlan
 from .steps import SAME, Estimate, Step
 
 MARGIN = 0.05

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 import torch.fx
 
+from ..graphs import RewrittenGraph, RewrittenGraphs
+from ..passes import ops
+from ..runtime.agreement import Line
+from ..runtime.places import Place
 from .capture import bucket_gradients
-from .graphs import RewrittenGraph, RewrittenGraphs
-from .passes import ops
-from .runtime.agreement import Line
-from .runtime.places import Place
 
 if TYPE_CHECKING:
-    from .sharding import Plan
+    from ..module.sharding import Plan
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n\s*(.*)')
 _SHOWN = 6  # units that a place names
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def statement_of_graphs(graphs: RewrittenGraphs) -> list[Line]:

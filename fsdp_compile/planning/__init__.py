@@ -1,0 +1,1 @@
+"""Planning: which schedule and which strategy, by what the cost model says of them."""
