@@ -31,8 +31,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsdp_compile import rewrite
 from fsdp_compile.costs.hardware import HARDWARE, Hardware, Link
 from fsdp_compile.costs.nodes import Compiler
-from fsdp_compile.costs.predict import Prediction, predict, rings_of
-from fsdp_compile.costs.timeline import simulate
+from fsdp_compile.costs.predict import Prediction, predict
+from fsdp_compile.costs.timeline import rings_of, simulate
 from fsdp_compile.graphs import RewrittenGraphs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -26,7 +26,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from ..api import initialise_from_environment, rewrite
 from ..costs.calibrate import calibrate
 from ..costs.hardware import HARDWARE, Hardware, find_hardware
-from ..costs.predict import OPTIMIZERS, Prediction, predict
+from ..costs.optimizers import OPTIMIZERS
+from ..costs.predict import Prediction, predict
 from ..errors import CaptureError, ConfigError, one_line
 from ..planning.scheduling import Goal
 from ..planning.strategies import best_strategy, candidates, is_auto

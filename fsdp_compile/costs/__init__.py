@@ -7,7 +7,8 @@ and what is in `memory` meanwhile. `explain` puts it into words, `formulas` into
 from .explain import Explanation, explain
 from .formulas import DEFINITIONS, Formula, formulas_of
 from .hardware import HARDWARE, Hardware, Link, find_hardware
-from .predict import OPTIMIZERS, Prediction, predict
+from .optimizers import OPTIMIZERS
+from .predict import Prediction, predict
 
 __all__ = [
     "DEFINITIONS",

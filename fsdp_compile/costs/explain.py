@@ -16,16 +16,8 @@ from ..passes.plan import StepPlan
 from .hardware import HARDWARE, Hardware, find_hardware, hardware_of_gpu
 from .memory import Memory
 from .nodes import Compiler, full_bytes, num_bytes
-from .predict import (
-    Prediction,
-    bytes_text,
-    find_optimizer,
-    memory_text,
-    predict,
-    step_memory,
-    table,
-    time_text,
-)
+from .optimizers import find_optimizer
+from .predict import Prediction, bytes_text, memory_text, predict, step_memory, table, time_text
 from .work import Work
 
 _WHICH = f"explain(NAME) with one of {', '.join(HARDWARE)}, or the file that `python -m fsdp_compile calibrate` wrote"

@@ -33,9 +33,9 @@ from .collectives import Ring
 from .hardware import Hardware, Link
 from .memory import is_shard, received_by_backward
 from .nodes import Compiler, base, num_bytes
-from .predict import OPTIMIZERS, Optimizer, gradient_bytes, rings_of
+from .optimizers import Optimizer, find_optimizer, gradient_bytes
 from .symbolic import symbolic, tidy
-from .timeline import COMPUTE, Clock, Step, sent_by, steps_of
+from .timeline import COMPUTE, Clock, Step, rings_of, sent_by, steps_of
 from .work import Work
 
 DEFINITIONS = {
@@ -123,13 +123,12 @@ def formulas_of(
     """
     if taken := [name for name in names if name in ("N", "R", *_FIGURES)]:
         raise ConfigError(f"names: {', '.join(taken)} would stand for two things, a dimension and a symbol of formulas")
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    of_optimizer = find_optimizer(optimizer)
     work, hardware, define = symbolic(graphs, names, compiler=compiler), _symbolic_hardware(), _Definitions()
     rings = _named_rings(rings_of(work, hardware), hardware, define)
     steps = steps_of(work, hardware, rings)
-    amounts = _amounts(work, rings, OPTIMIZERS[optimizer])
-    optimizer_time = OPTIMIZERS[optimizer].traffic * amounts["gradient_bytes"] / hardware.memory_bandwidth
+    amounts = _amounts(work, rings, of_optimizer)
+    optimizer_time = of_optimizer.traffic * amounts["gradient_bytes"] / hardware.memory_bandwidth
     expressions = amounts | _times(steps, rings, hardware, optimizer_time, define)
     return {name: define.formula(name, expressions[name]) for name in DEFINITIONS}
 

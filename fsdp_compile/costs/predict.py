@@ -4,44 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
-from ..passes import analysis, ops
-from .arithmetic import largest
 from .collectives import Ring
+from .formulas import DEFINITIONS, Formula, formulas_of
 from .hardware import Hardware
 from .memory import CATEGORIES, Memory, memory_of
-from .nodes import Compiler, num_bytes
-from .timeline import COMPUTE, Timeline, simulate
+from .nodes import Compiler
+from .optimizers import find_optimizer, gradient_bytes
+from .timeline import COMPUTE, Timeline, rings_of, simulate
 from .work import Work
 
-if TYPE_CHECKING:
-    from .formulas import Formula
-
-
 _NEGLIGIBLE = 1e-3  # of a step
-
-
-@dataclasses.dataclass(frozen=True)
-class Optimizer:
-    """What an optimizer keeps and moves for every byte of a shard.
-
-    Attributes:
-        states: bytes of states.
-        traffic: bytes that a step reads and writes.
-    """
-
-    states: float
-    traffic: float
-
-
-OPTIMIZERS = {"sgd": Optimizer(0, 3), "momentum": Optimizer(1, 5), "adam": Optimizer(2, 7)}
-"""SGD reads parameter and gradient and writes the parameter; a state is read and written besides. States have the dtype
-of their parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +89,6 @@ class Prediction:
         Raises:
             ConfigError: there is no such formula, or as `formulas_of`.
         """
-        from .formulas import DEFINITIONS, formulas_of  # which imports this module: it predicts with symbols
-
         if name not in DEFINITIONS:
             raise ConfigError(f"there is no formula {name!r}; there are {', '.join(DEFINITIONS)}")
         return formulas_of(self.graphs, optimizer=self.optimizer, compiler=self.work.compiler, names=names)[name]
@@ -194,32 +169,7 @@ def predict(
     )
 
 
-def find_optimizer(optimizer: str) -> Optimizer:
-    """One of `OPTIMIZERS`; raises ConfigError if there is none of this name."""
-    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
-    return OPTIMIZERS[optimizer]
-
-
 def step_memory(work: Work, optimizer: str, reduction_workspace: float = 0.0) -> Memory:
     """What a rank holds during a step, the states of the optimizer included."""
     states = int(find_optimizer(optimizer).states * gradient_bytes(work))
     return memory_of(work, optimizer_bytes=states, reduction_workspace=reduction_workspace)
-
-
-def rings_of(work: Work, hardware: Hardware) -> dict[str, Ring]:
-    """The rings of the groups that the graphs name, where neighbouring ranks are sharded over together."""
-    found = [node for side in work.sides for node in side.graph.nodes if ops.is_collective(node)]
-    sharding = {ops.argument(node, "group") for node in found if not ops.is_call(node, ops.ALL_REDUCE)}
-    size_of_group = {ops.argument(node, "group"): ops.argument(node, "world_size") for node in found}
-    num_shards = largest(1, *(size_of_group[group] for group in sharding))
-    return {
-        group: Ring.of_axis(size, 1 if group in sharding else num_shards, hardware)
-        for group, size in size_of_group.items()
-    }
-
-
-def gradient_bytes(work: Work) -> int:
-    """Bytes of the gradients that the backward returns, which are as large as what the optimizer updates."""
-    returned = analysis.outputs(work.backward.graph) if work.backward else []
-    return sum(num_bytes(node.meta["val"]) for node in returned if node is not None)

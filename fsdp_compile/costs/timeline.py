@@ -182,3 +182,15 @@ def num_messages(node: torch.fx.Node) -> int:
 def sent_by(node: torch.fx.Node, ring: Ring) -> float:
     """Bytes that a rank sends in one collective; an all-reduce moves everything twice."""
     return collectives.sent(full_bytes(node), ring) * (2 if ops.is_call(node, ops.ALL_REDUCE) else 1)
+
+
+def rings_of(work: Work, hardware: Hardware) -> dict[str, Ring]:
+    """The rings of the groups that the graphs name, where neighbouring ranks are sharded over together."""
+    found = [node for side in work.sides for node in side.graph.nodes if ops.is_collective(node)]
+    sharding = {ops.argument(node, "group") for node in found if not ops.is_call(node, ops.ALL_REDUCE)}
+    size_of_group = {ops.argument(node, "group"): ops.argument(node, "world_size") for node in found}
+    num_shards = largest(1, *(size_of_group[group] for group in sharding))
+    return {
+        group: Ring.of_axis(size, 1 if group in sharding else num_shards, hardware)
+        for group, size in size_of_group.items()
+    }

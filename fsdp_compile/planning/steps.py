@@ -22,8 +22,8 @@ from ..costs.collectives import Ring
 from ..costs.hardware import Hardware
 from ..costs.memory import Moment
 from ..costs.nodes import Compiler, num_bytes
-from ..costs.predict import predict, rings_of
-from ..costs.timeline import num_messages, seconds_of
+from ..costs.predict import predict
+from ..costs.timeline import num_messages, rings_of, seconds_of
 from ..costs.work import Work, WorkOfGraph
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs

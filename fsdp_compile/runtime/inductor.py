@@ -66,12 +66,11 @@ class Fences(_SchedulerPass):  # type: ignore[misc]  # one of two
 def generator_digest() -> bytes:
     """Of what we do to generated code besides the graphs, and how on this machine: another for other sources of ours.
 
-    All modules of `runtime`, `passes` and beside them count: what a pass notes on a node has a say in how that is
-    lowered, and is not in the key of Inductor's cache.
+    All modules count: what a pass notes on a node has a say in how that is lowered, and is not in the key of Inductor's
+    cache.
     """
-    runtime = Path(__file__).parent
-    folders = runtime, runtime.parent, runtime.parent / "passes"
-    paths = tuple(str(path) for folder in folders for path in sorted(folder.glob("*.py")))
+    package = Path(__file__).parents[1]
+    paths = tuple(map(str, sorted([*package.glob("*.py"), *package.glob("*/*.py")])))
     return custom_graph_pass.get_hash_for_files(paths, "onednn" if onednn_is_faster() else "")
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from fsdp_compile import rewrite
 from fsdp_compile.costs import DEFINITIONS, HARDWARE, formulas_of, predict
 from fsdp_compile.costs.nodes import full_bytes
-from fsdp_compile.costs.predict import gradient_bytes
+from fsdp_compile.costs.optimizers import gradient_bytes
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.passes import ops
 from tests.costs.test_collectives import SMALL

@@ -6,8 +6,9 @@ from torch import nn
 from fsdp_compile import ConfigError, rewrite
 from fsdp_compile.costs import explain
 from fsdp_compile.costs.collectives import Ring, all_gather, reduce_scatter
-from fsdp_compile.costs.predict import OPTIMIZERS, bytes_text, predict, rings_of, time_text
-from fsdp_compile.costs.timeline import COMPUTE, simulate
+from fsdp_compile.costs.optimizers import OPTIMIZERS
+from fsdp_compile.costs.predict import bytes_text, predict, time_text
+from fsdp_compile.costs.timeline import COMPUTE, rings_of, simulate
 from fsdp_compile.costs.work import Work
 from fsdp_compile.passes import ops
 from tests.costs.test_collectives import SMALL
