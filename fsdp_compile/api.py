@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 
 from .backend import CompileAs
 from .compiler.capture import capture_only, inductor_options
-from .compiler.statements import statement_of_plan
 from .config import (
     CompileConfig,
     OffloadConfig,
@@ -37,15 +36,14 @@ from .layout.buckets import NO_AXIS, Axes, Axis, Placement, check_parameters, la
 from .layout.precision import find_precision, install_casts
 from .layout.units import Unit, find_units
 from .module.adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
+from .module.decision import Decision, compute_device, statement_of_decision
 from .module.newcomers import newcomers, places_left, refuse
 from .module.reading import off_meta, reading_copy
 from .module.sharded_module import become_sharded
 from .module.sharding import (
-    Plan,
     check_dense,
     check_modules,
     check_not_sharded,
-    compute_device,
     note_sharding,
     options_of,
     pipeline_of,
@@ -272,7 +270,7 @@ def shard(
     if resolved is not None:
         check_dense(model, set(parameters.values()))
     schedule.reshard_of_unit([unit.name for unit in units], num_shards_of(resolved))
-    plan = Plan(
+    decision = Decision(
         units,
         parameters,
         resolved,
@@ -287,11 +285,11 @@ def shard(
     )
     check_mesh(parts, resolved)
     if schedule.memory_budget is not None and schedule.hardware is None:
-        found = _hardware_at_hand(plan.compute_device, resolved, local_world_size)
-        plan = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, hardware=found))
+        found = _hardware_at_hand(decision.compute_device, resolved, local_world_size)
+        decision = dataclasses.replace(decision, schedule=dataclasses.replace(schedule, hardware=found))
     if (agreement := agreement_of(resolved)) is not None:
-        agreement.agree(statement_of_plan(plan))
-    sharding = shard_parameters(model, plan)
+        agreement.agree(statement_of_decision(decision))
+    sharding = shard_parameters(model, decision)
     sharding.reason = reason
     adopt(model, parts, sharding)
     note_sharding(model, sharding)

@@ -22,7 +22,7 @@ from .passes.pipeline import Pipeline
 from .runtime import kernels  # noqa: F401  registers the kernels of the operators in captured graphs
 from .runtime.agreement import Agreement, Line
 from .runtime.backward import CompiledBackward
-from .runtime.flat_shard import FlatShard
+from .runtime.flat_shard import FlatShard, Shards
 from .runtime.places import Place
 
 Compiled = Callable[..., Any]
@@ -89,7 +89,7 @@ def compile_graph(
     references = [weakref.ref(sharding) for sharding in shardings]
     agreed = _Agreed([found for found in dict.fromkeys(sharding.agreement for sharding in shardings) if found])
 
-    backward = CompiledBackward(references, shards_of_bucket, others)
+    backward = CompiledBackward([weakref.ref[Shards](found) for found in shardings], shards_of_bucket, others)
 
     def on_graphs(graphs: RewrittenGraphs) -> None:
         backward.dependence = graphs.dependence
@@ -138,7 +138,7 @@ class _Agreed:
 
 def _shardings(example_inputs: Sequence[Any]) -> list[Sharding]:
     shards = [getattr(value, "fsdp_flat_shard", None) for value in example_inputs]
-    found = [shard.sharding for shard in shards if shard is not None]
+    found = [shard.sharding for shard in shards if shard is not None and isinstance(shard.sharding, Sharding)]
     notes = [getattr(value, "fsdp_sharding", None) for value in example_inputs]  # plain parameters, of a single rank
     found += [note.sharding for note in notes if note is not None]
     return list(dict.fromkeys(found))

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from fsdp_compile import api, rewrite
 from fsdp_compile.compiler.capture import Capture
 from fsdp_compile.graphs import RewrittenGraphs
-from fsdp_compile.module.reading import Read
 from fsdp_compile.passes import ops
+from fsdp_compile.runtime.reads import Read
 
 _c10d = torch.ops._c10d_functional
 

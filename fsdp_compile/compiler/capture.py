@@ -32,6 +32,7 @@ from ..passes import analysis, ops
 from ..passes.partition_joint import Halves
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
+from ..runtime.backward import BucketGradient
 from ..runtime.compilations import Compilations
 from ..runtime.given import HasGradient, Results
 from ..runtime.gradients import shard_of
@@ -44,22 +45,6 @@ MakePlan = Callable[[str, Draft], StepPlan | None]
 
 Finish = Callable[[list[Any]], None]
 """What is left to do when a compiled backward has run, with what that returns, which may be replaced."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BucketGradient:
-    """What a backward does with the gradients of a bucket.
-
-    Attributes:
-        offsets: of the parameters that it computes gradients for.
-        is_kept: whether they are left as they are, to be reduced later.
-        accumulated: the input of the backward that holds what earlier steps kept, if it takes that along.
-    """
-
-    bucket: str
-    offsets: Sequence[int]
-    is_kept: bool
-    accumulated: str | None
 
 
 _REORDERING = {  # what Inductor would otherwise do to the order of the nodes, or to collectives, in some version

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.fx
 
@@ -20,9 +19,6 @@ from ..passes import ops
 from ..runtime.agreement import Line
 from ..runtime.places import Place
 from .capture import bucket_gradients
-
-if TYPE_CHECKING:
-    from ..module.sharding import Plan
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n\s*(.*)')
 _SHOWN = 6  # units that a place names
@@ -74,23 +70,6 @@ def statement_of_program(program: str) -> list[Line]:
     """What a plan is to be made for: its kind, and the parameters that it reads, in order."""
     kind, *read = json.loads(program)
     return [Line(f"a program that reads {name}, for {kind}") for name in read]
-
-
-def statement_of_plan(plan: Plan) -> list[Line]:
-    """How a model is sharded: the options that decide about collectives, and every parameter of every unit."""
-    options = (plan.strategy, plan.schedule, plan.reduction, plan.offload, plan.sync_module_states)
-    lines = [Line(f"options: {option}") for option in options] + [Line(f"check_gradients: {plan.checks_gradients}")]
-    for unit in plan.units:
-        for name, parameter in unit.parameters:
-            policy = plan.precision.policy_of_parameter.get(name)
-            parts = [
-                str(tuple(parameter.shape)),
-                str(parameter.dtype),
-                "trained" if parameter.requires_grad else "frozen",
-            ]
-            parts += [] if policy is None else [str(policy)]
-            lines.append(Line(f"parameter {name} of the unit {unit.name}: {', '.join(parts)}"))
-    return lines
 
 
 def _collectives(side: RewrittenGraph) -> Iterator[Line]:

@@ -164,7 +164,7 @@ def _gather(shard: FlatShard, flat: torch.Tensor) -> list[torch.Tensor]:
     num_ranks, group = layout.shards.size, layout.shards.group
     gathered = flat.to(shard.mesh.device_type)
     if num_ranks > 1:
-        with running_alone(f"the gather of all of {layout.bucket}", shard.sharding.agreement, group):
+        with running_alone(f"the gather of all of {layout.bucket}", shard.agreement, group):
             gathered = gather_chunk(gathered, num_ranks, group)
     gathered = gathered.view(num_ranks, -1)
     full = []

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -21,62 +21,10 @@ from torch.utils._pytree import tree_map_only
 from ..layout.buckets import Layout
 from ..runtime.gradients import in_backward
 from ..runtime.modules import CalledByItself, Recurrent, not_captured
+from ..runtime.reads import LocalRead, Read, StandIn
 from ..runtime.recomputation import checkpoint_in_forward
 from ..runtime.wrappers import RefusesWrappers
 from .loading import shard_state
-
-
-@dataclasses.dataclass
-class Read:
-    """What `fsdp::unshard` takes: the shard, and the constants that say what to take out of it."""
-
-    shard: Readable
-    arguments: tuple[Any, ...]
-    is_frozen: bool
-
-    def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
-        if not self.shard.key:  # Dynamo guards on it: a graph knows the shards that it was compiled for
-            raise AssertionError("a shard without a key")
-        gradient = "none" if self.is_frozen else self.shard.gradient
-        full: torch.Tensor = torch.ops.fsdp.unshard.default(
-            self.shard.data, self.shard.accumulated, gradient, *self.arguments
-        )
-        return full
-
-
-@dataclasses.dataclass
-class LocalRead:
-    """What a single rank computes with: the parameter, in another dtype, on another device."""
-
-    dtype: torch.dtype | None
-    device: torch.device | None
-
-    def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
-        parameter: Any = module._parameters[name]
-        return parameter.to(dtype=self.dtype or parameter.dtype, device=self.device or parameter.device)  # type: ignore[no-any-return]
-
-
-class Readable(Protocol):
-    """A shard; it may change its tensor, when the model moves to another dtype or device.
-
-    `key` is another for every shard in the process. `gradient` and `accumulated` say where gradients go; `passes.ops`
-    explains them.
-    """
-
-    key: str
-    data: nn.Parameter
-    gradient: str
-    accumulated: nn.Parameter | None
-
-
-@dataclasses.dataclass
-class StandIn:
-    """A shard for tracing only."""
-
-    data: nn.Parameter
-    key: str = "stand-in"
-    gradient: str = "reduce"
-    accumulated: nn.Parameter | None = None
 
 
 @dataclasses.dataclass

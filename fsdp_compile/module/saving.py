@@ -22,7 +22,8 @@ from ..errors import ConfigError
 from ..layout.buckets import NO_AXIS, Axis, Layout
 from ..runtime.flat_shard import FlatShard
 from ..runtime.groups import axes_of, mesh_over, part_of
-from .reading import LocalRead, Read, install_reads, original_class
+from ..runtime.reads import LocalRead, Read
+from .reading import install_reads, original_class
 from .sharding import Sharding, note_sharding, owners_of_parameters, sharding_of
 
 _MADE_ANEW = {

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateDictConfig, ShardingStrategy
+from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateDictConfig
 
 from ..compiler.capture import activations_are_free
 from ..compiler.statements import statement_of_program
@@ -20,22 +20,22 @@ from ..config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..layout.buckets import Layout, Placement, lay_out
-from ..layout.precision import Precision, install_casts
-from ..layout.units import Unit
+from ..layout.precision import install_casts
 from ..passes import ops
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..planning.scheduling import Goal, Options, Planner
-from ..runtime.agreement import Agreement, agreement_of
 from ..runtime.compilations import Compilations
-from ..runtime.flat_shard import FlatShard
+from ..runtime.flat_shard import FlatShard, Shards
 from ..runtime.gradients import carry_hooks, reduce_leftovers, watch_whole
-from ..runtime.groups import axes_of, device_of, is_nccl, num_shards_of, part_of
+from ..runtime.groups import axes_of, is_nccl, num_shards_of, part_of
 from ..runtime.optimizers import note_replacement
+from ..runtime.reads import LocalRead, Read
 from ..runtime.recomputation import checkpoint_in_forward
 from ..runtime.registrations import registrations
+from .decision import Decision
 from .newcomers import Place, newcomers, refuse
-from .reading import LocalRead, Read, Running, install_reads
+from .reading import Running, install_reads
 
 
 class Compiler(Protocol):
@@ -54,57 +54,39 @@ class Looked(weakref.WeakKeyDictionary[nn.Module, int]):
         return type(self), ()
 
 
-@dataclasses.dataclass(eq=False)
-class Sharding:
-    """What a sharded model knows: its shards, its schedule options, the graphs compiled so far.
-
-    With a single rank `mesh` is None and there are no shards: the parameters are the model's own.
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Sharding(Shards):
+    """What a sharded model knows besides: its schedule options, the graphs compiled so far.
 
     Attributes:
         together: the modules that were sharded as one unit, by a list; empty for a model.
         parts: for every number of ranks that a unit is resharded over after the forward, this rank's place among them.
         keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
-        is_finishing: whether gradients will be reduced at the end of the running backward.
         plans: what was planned, by program; see `scheduling.Planner`.
         has_raised: whether the last call has.
         compilations: graph breaks and recompilations, if it was compiled by `fsdp_compile`.
         compile: how the model was compiled, if it was.
         reason: why its strategy was chosen; None if the user said which.
-        checks_gradients: whether a backward raises NonFiniteError for gradients that are not finite.
-        is_checking: whether they will be checked at the end of the running backward.
-        num_backwards: how many backwards were checked.
-        divisor: with a single rank, what gradients are divided by.
-        whole: with a single rank, unit and parameter by name.
         left: places of parameters that were left as they are.
         looked: how much was registered on modules when one was last called, and looked through for new parameters.
-        watched: ids of those of them whose gradients are divided or checked, and the names of the hooks that do it.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
         optimizer_state: what `compat.FullyShardedDataParallel.optim_state_dict` gives.
     """
 
-    mesh: DeviceMesh | None
     units: list[str]
     schedule: ScheduleConfig
-    shards: list[FlatShard] = dataclasses.field(default_factory=list)
     together: tuple[nn.Module, ...] = ()
     parts: dict[int, ops.Part] = dataclasses.field(default_factory=dict)
     running: Running = dataclasses.field(default_factory=Running)
     keeps_gradients: bool = False
-    is_finishing: bool = False
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
     plans: dict[str, StepPlan | None] = dataclasses.field(default_factory=dict)
     has_raised: bool = False
     compilations: Compilations = dataclasses.field(default_factory=Compilations)
     compile: Compiler | None = None
     reason: str | None = None
-    checks_gradients: bool = False
-    is_checking: bool = False
-    num_backwards: int = 0
-    divisor: float = 1.0
-    whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
     left: set[Place] = dataclasses.field(default_factory=set)
     looked: Looked = dataclasses.field(default_factory=lambda: Looked())
-    watched: set[tuple[int, str]] = dataclasses.field(default_factory=set)
     is_summoned: bool = False
     optimizer_state: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
 
@@ -131,11 +113,6 @@ class Sharding:
             return agreement.decided_by_first(statement_of_program(program), make)
 
         return Planner(options, goal, self.plans, decide)
-
-    @property
-    def agreement(self) -> Agreement | None:
-        """Between the ranks of this model; None with a single one."""
-        return agreement_of(self.mesh)
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks what a call raised on this one; RuntimeError if they cannot be told."""
@@ -295,58 +272,24 @@ def check_dense(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a model is to be sharded: everything that was decided, and could be refused, before anything is changed.
-
-    Attributes:
-        parameters: those to shard, by name.
-        param_init_fn: called with every module that holds tensors on the meta device, to give them memory and values.
-    """
-
-    units: list[Unit]
-    parameters: Mapping[str, nn.Parameter]
-    mesh: DeviceMesh | None
-    strategy: ShardingStrategy
-    schedule: ScheduleConfig
-    reduction: Reduction
-    precision: Precision
-    offload: OffloadConfig
-    sync_module_states: bool
-    param_init_fn: Callable[[nn.Module], Any] | None
-    checks_gradients: bool = False
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Where the forward runs."""
-        return compute_device(device_of(self.parameters), self.mesh)
-
-
-def compute_device(device: torch.device, mesh: DeviceMesh | None) -> torch.device:
-    """Where the forward runs of a model whose parameters are on `device`; on the meta device none does."""
-    kind = device.type if mesh is None or mesh.device_type == "cpu" else mesh.device_type
-    if kind == "meta":
-        kind = "cuda" if mesh is None and torch.cuda.is_available() else "cpu"
-    if kind == device.type:
-        return device
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-
-
-def shard_parameters(model: nn.Module, plan: Plan) -> Sharding:
+def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
     """Shard the parameters of `model`, in place. Everything that can be refused has been refused before."""
     sharding = Sharding(
-        plan.mesh, [unit.name for unit in plan.units], plan.schedule, checks_gradients=plan.checks_gradients
+        mesh=decision.mesh,
+        units=[unit.name for unit in decision.units],
+        schedule=decision.schedule,
+        checks_gradients=decision.checks_gradients,
     )
-    if plan.mesh is None:
-        _keep_whole(model, plan, sharding.running)
-        sharding.divisor = plan.reduction.divisor
-        sharding.whole = {name: (unit.name, value) for unit in plan.units for name, value in unit.parameters}
+    if decision.mesh is None:
+        _keep_whole(model, decision, sharding.running)
+        sharding.divisor = decision.reduction.divisor
+        sharding.whole = {name: (unit.name, value) for unit in decision.units for name, value in unit.parameters}
     else:
-        reshard = plan.schedule.reshard_of_unit(sharding.units, num_shards_of(plan.mesh)).values()
+        reshard = decision.schedule.reshard_of_unit(sharding.units, num_shards_of(decision.mesh)).values()
         for size in sorted({value for value in reshard if not isinstance(value, bool)}):
-            sharding.parts[size] = part_of(plan.mesh, size)
-        _replace_parameters(model, plan, plan.mesh, sharding)
-    install_casts(model, plan.precision)
+            sharding.parts[size] = part_of(decision.mesh, size)
+        _replace_parameters(model, decision, decision.mesh, sharding)
+    install_casts(model, decision.precision)
     checkpoint_in_forward(model)
     vars(model)["_fsdp_sharding"] = sharding
     return sharding
@@ -371,20 +314,20 @@ def note_sharding(model: nn.Module, sharding: Sharding) -> None:
             parameter.fsdp_sharding = Membership(sharding)  # type: ignore[attr-defined]
 
 
-def _keep_whole(model: nn.Module, plan: Plan, running: Running) -> None:
+def _keep_whole(model: nn.Module, decision: Decision, running: Running) -> None:
     """On a single rank parameters stay as they are; a forward may read them in another dtype, on another device."""
-    compute_device = plan.compute_device if plan.offload.is_on else None
-    if plan.param_init_fn is not None:
+    compute_device = decision.compute_device if decision.offload.is_on else None
+    if decision.param_init_fn is not None:
         for module in model.modules():
-            _materialise(module, plan.param_init_fn)
+            _materialise(module, decision.param_init_fn)
     read_of_parameter: dict[nn.Parameter, Read | LocalRead] = {}
     for name, parameter in model.named_parameters():
-        policy = plan.precision.policy_of_parameter.get(name)
+        policy = decision.precision.policy_of_parameter.get(name)
         dtype = policy.param_dtype if policy else None
-        if name in plan.parameters and (dtype is not None or compute_device is not None):
+        if name in decision.parameters and (dtype is not None or compute_device is not None):
             read_of_parameter[parameter] = LocalRead(dtype, compute_device)
             if compute_device is not None and not parameter.is_meta:
-                parameter.data = _on_cpu(parameter.data, plan.offload)
+                parameter.data = _on_cpu(parameter.data, decision.offload)
     if read_of_parameter:
         install_reads(model, read_of_parameter, running)
 
@@ -404,22 +347,22 @@ def owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.M
     return owners
 
 
-def _replace_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, sharding: Sharding) -> None:
+def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, sharding: Sharding) -> None:
     owners = owners_of_parameters(model)
-    values = _Values(plan, mesh)
-    if plan.sync_module_states:
+    values = _Values(decision, mesh)
+    if decision.sync_module_states:
         values.broadcast(model.buffers())
     read_of_parameter: dict[nn.Parameter, Read | LocalRead] = {}
     sharded_of_original = {}
-    for layout in _layouts(plan, mesh):
-        originals = [plan.parameters[slot.parameter] for slot in layout.slots]
+    for layout in _layouts(decision, mesh):
+        originals = [decision.parameters[slot.parameter] for slot in layout.slots]
         first_owners = [owners[original][0] for original in originals]
         tensors = [values.of(original, *owner) for original, owner in zip(originals, first_owners, strict=True)]
-        if plan.param_init_fn is not None and layout.device.type == "meta":
+        if decision.param_init_fn is not None and layout.device.type == "meta":
             layout = dataclasses.replace(
-                layout, device=torch.device("cpu") if plan.offload.is_on else tensors[0].device
+                layout, device=torch.device("cpu") if decision.offload.is_on else tensors[0].device
             )
-        is_pinned = plan.offload.pin_memory and torch.cuda.is_available() and layout.device.type == "cpu"
+        is_pinned = decision.offload.pin_memory and torch.cuda.is_available() and layout.device.type == "cpu"
         shard = FlatShard.create(layout, tensors, first_owners, mesh, pin_memory=is_pinned)
         sharding.shards.append(shard)
         for index, (slot, original) in enumerate(zip(layout.slots, originals, strict=True)):
@@ -434,39 +377,39 @@ def _replace_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, sharding
         note_replacement(original, sharded, read_of_parameter[original])
 
 
-def _layouts(plan: Plan, mesh: DeviceMesh) -> list[Layout]:
-    has_scalars = any(parameter.dim() == 0 for parameter in plan.parameters.values())
+def _layouts(decision: Decision, mesh: DeviceMesh) -> list[Layout]:
+    has_scalars = any(parameter.dim() == 0 for parameter in decision.parameters.values())
     placement = Placement(
-        axes_of(mesh, plan.strategy, has_scalars=has_scalars),
-        plan.reduction,
-        plan.precision.policy_of_parameter,
-        plan.compute_device if plan.offload.is_on else None,
+        axes_of(mesh, decision.strategy, has_scalars=has_scalars),
+        decision.reduction,
+        decision.precision.policy_of_parameter,
+        decision.compute_device if decision.offload.is_on else None,
     )
-    return lay_out(plan.units, placement)
+    return lay_out(decision.units, placement)
 
 
 class _Values:
     """The full values of parameters, one after another: given memory where they have none, and synchronised."""
 
-    def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
-        self.plan, self.mesh = plan, mesh
+    def __init__(self, decision: Decision, mesh: DeviceMesh) -> None:
+        self.decision, self.mesh = decision, mesh
         self.made: dict[tuple[nn.Module, str], torch.Tensor] = {}
 
     def of(self, original: nn.Parameter, module: nn.Module, name: str) -> torch.Tensor:
         """The value of a parameter that `module` holds as `name`."""
         value = original.detach()
-        if value.is_meta and self.plan.param_init_fn is not None:
+        if value.is_meta and self.decision.param_init_fn is not None:
             if (module, name) not in self.made:
                 originals = dict(module._parameters)
-                _materialise(module, self.plan.param_init_fn)
+                _materialise(module, self.decision.param_init_fn)
                 for made_name, made in module._parameters.items():
                     if made is not None:
                         self.made[module, made_name] = made.detach()
                 module._parameters.update(originals)  # until all of them are replaced
-                if self.plan.sync_module_states:
+                if self.decision.sync_module_states:
                     self.broadcast(module._buffers.values())
             value = self.made.pop((module, name))
-        if self.plan.sync_module_states:
+        if self.decision.sync_module_states:
             self.broadcast([value])
         return value
 
@@ -474,7 +417,9 @@ class _Values:
         """The values of the mesh's first rank, to all."""
         for tensor in tensors:
             if tensor is not None and not tensor.is_meta:
-                data = tensor.detach().to(self.plan.compute_device if self.plan.offload.is_on else tensor.device)
+                data = tensor.detach().to(
+                    self.decision.compute_device if self.decision.offload.is_on else tensor.device
+                )
                 data = data.contiguous()
                 for dim in reversed(range(self.mesh.ndim)):  # along the first row, then from row to row
                     group = self.mesh.get_group(dim)

@@ -10,20 +10,32 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from ..dependence import Dependence
 from .collectives import OnAnyRank
+from .flat_shard import FlatShard, Shards
 from .given import HasGradient
 from .gradients import groups_over, note_gradients_of, take_accumulated
 
-if TYPE_CHECKING:
-    from ..compiler.capture import BucketGradient
-    from .flat_shard import FlatShard
-
-
 Key: TypeAlias = "tuple[FlatShard, int] | int"
 """A parameter of a shard, by its offset; or another input of the graph, by its position."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketGradient:
+    """What a backward does with the gradients of a bucket.
+
+    Attributes:
+        offsets: of the parameters that it computes gradients for.
+        is_kept: whether they are left as they are, to be reduced later.
+        accumulated: the input of the backward that holds what earlier steps kept, if it takes that along.
+    """
+
+    bucket: str
+    offsets: Sequence[int]
+    is_kept: bool
+    accumulated: str | None
 
 
 @dataclasses.dataclass
@@ -31,12 +43,12 @@ class CompiledBackward:
     """The backward of one graph.
 
     Attributes:
-        shardings: the `fsdp_compile.module.sharding.Sharding` of the models that it belongs to.
+        models: the shards of the models that it belongs to.
         others: positions of its inputs that are not shards.
         dependence: which results lead to which gradients; None if all lead to all.
     """
 
-    shardings: Sequence[weakref.ref[Any]]
+    models: Sequence[weakref.ref[Shards]]
     shards_of_bucket: Mapping[str, Sequence[weakref.ref[FlatShard]]]
     others: Sequence[int]
     dependence: Dependence | None = None
@@ -69,8 +81,8 @@ class CompiledBackward:
 
     def _ask(self, is_here: list[bool]) -> OnAnyRank | None:
         """The ranks of all models that the graph belongs to; None with a single one."""
-        alive = [sharding for reference in self.shardings if (sharding := reference()) is not None]
-        firsts = [sharding.shards[0] for sharding in alive if sharding.shards]
+        alive = [model for reference in self.models if (model := reference()) is not None]
+        firsts = [model.shards[0] for model in alive if model.shards]
         if not (groups := groups_over(firsts)):
             return None
         return OnAnyRank(is_here, groups, firsts[0].layout.compute_device or firsts[0].data.device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any, NoReturn
+import weakref
+from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
@@ -13,12 +14,43 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..layout.buckets import Layout, Slot
-from .gradients import Accumulation, hand_over_gradients
+from .accumulation import Accumulation
+from .agreement import Agreement, agreement_of
 from .optimizers import install_hooks
+from .reads import Read
 from .views import local_tensor, local_views, rows_of_rank, shard_placements, sharded_tensor
 
-if TYPE_CHECKING:
-    from ..module.reading import Read
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Shards:
+    """The shards of one model, and what is under way with their gradients.
+
+    With a single rank `mesh` is None and there are no shards: the parameters are the model's own.
+
+    Attributes:
+        is_finishing: whether gradients will be reduced at the end of the running backward.
+        checks_gradients: whether a backward raises NonFiniteError for gradients that are not finite.
+        is_checking: whether they will be checked at the end of the running backward.
+        num_backwards: how many backwards were checked.
+        divisor: with a single rank, what gradients are divided by.
+        whole: with a single rank, unit and parameter by name.
+        watched: ids of those of them whose gradients are divided or checked, and the names of the hooks that do it.
+    """
+
+    mesh: DeviceMesh | None
+    shards: list[FlatShard] = dataclasses.field(default_factory=list)
+    is_finishing: bool = False
+    checks_gradients: bool = False
+    is_checking: bool = False
+    num_backwards: int = 0
+    divisor: float = 1.0
+    whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
+    watched: set[tuple[int, str]] = dataclasses.field(default_factory=set)
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """Between the ranks of this model; None with a single one."""
+        return agreement_of(self.mesh)
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,7 +62,7 @@ class FlatShard:
         parameters: the DTensor parameters that the user sees, one for each slot of the layout, views into `data`.
         owners: for each of them a module that holds it, and its name there.
         reads: for each of them how the forward reads it.
-        sharding: the `fsdp_compile.module.sharding.Sharding` that this is a part of, once it is complete.
+        sharding: what this is a part of, once it is complete.
         received: offsets of the parameters that the running backward has a gradient for.
         accumulation: gradients that are yet to be reduced, once there were any.
         gradient, accumulated: what reads pass to `fsdp::unshard` for now.
@@ -43,7 +75,7 @@ class FlatShard:
     parameters: list[nn.Parameter]
     owners: list[tuple[nn.Module, str]]
     reads: list[Read] = dataclasses.field(default_factory=list)
-    sharding: Any = None
+    sharding: Shards | None = None
     received: set[int] = dataclasses.field(default_factory=set)
     accumulation: Accumulation | None = None
     gradient: str = "reduce"
@@ -85,7 +117,40 @@ class FlatShard:
         trainable = any(parameter.requires_grad for parameter in self.parameters)
         self.data = nn.Parameter(flat, requires_grad=trainable)
         self.data.fsdp_flat_shard = self  # type: ignore[attr-defined]  # how the backend knows its inputs
-        hand_over_gradients(self)
+        self._hand_over_gradients()
+
+    def _hand_over_gradients(self) -> None:
+        """Install the hook that hands the gradient of the leaf over whenever a backward has completed it.
+
+        Autograd holds the hook where the garbage collector does not look, so the hook does not hold the shard.
+        """
+        reference = weakref.ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            if (found := reference()) is not None:
+                found._hand_over()
+
+        if self.data.requires_grad:
+            self.data.register_post_accumulate_grad_hook(hook)
+
+    @torch.no_grad()
+    def _hand_over(self) -> None:
+        flat, self.data.grad = self.data.grad, None
+        if flat is None:
+            return  # autograd calls hooks of a leaf that takes part and gets none, too: one whose gradients are kept
+        received, self.received = self.received, set()
+        kept: set[int] = set()
+        if self.accumulation is not None and self.accumulation.is_taken:
+            kept |= self.accumulation.offsets
+            self.accumulation.clear()
+        self.give(flat, received, kept)
+
+    def give(self, flat: torch.Tensor, received: set[int], kept: set[int]) -> None:
+        """Views of `flat` to the parameters at these offsets: what a step has kept, to parameters frozen since, too."""
+        views = local_views(flat, self.layout, self.mesh)
+        for slot, view, parameter in zip(self.layout.slots, views, self.parameters, strict=True):
+            if slot.offset in kept or (slot.offset in received and parameter.requires_grad):
+                _accumulate(parameter, DTensor(view, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
 
     def change_layout(self, layout: Layout) -> None:
         """Another layout of the same places: forwards read by it from now on."""
@@ -142,6 +207,11 @@ class FlatShard:
         return found
 
     @property
+    def agreement(self) -> Agreement | None:
+        """Between the ranks of its model, once that is complete."""
+        return None if self.sharding is None else self.sharding.agreement
+
+    @property
     def has_accumulated(self) -> bool:
         return self.accumulation is not None and self.accumulation.leaf.grad is not None
 
@@ -189,3 +259,19 @@ class FlatShard:
         raise ConfigError(
             "parts of a sharded model cannot be copied or pickled: copy or save the whole model, or its state_dict"
         )
+
+
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """What autograd does at a leaf, for one it never sees: gradient hooks, accumulation, hooks after it.
+
+    The hooks' attributes are private, as of torch 2.11 to 2.13.
+    """
+    for hook in list((parameter._backward_hooks or {}).values()):
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from ..errors import NonFiniteError
 from ..passes import ops
 from .collectives import all_reduce_alone
+from .flat_shard import Shards
 from .views import local_tensor
 
 _SHOWN = 8  # parameters that an error names
 _NAN = 2  # of the kinds of values, for the maximum over ranks
 
 
-def check_after_backward(sharding: Any) -> None:
+def check_after_backward(sharding: Shards) -> None:
     """Have autograd check the gradients of a sharding, which asks for that, at the end of the running backward."""
     if sharding.checks_gradients and not sharding.is_checking:
         sharding.is_checking = True
@@ -30,7 +30,7 @@ def check_after_backward(sharding: Any) -> None:
 
 
 @torch.no_grad()
-def _check(sharding: Any) -> None:
+def _check(sharding: Shards) -> None:
     """Raise NonFiniteError, on every rank, if a gradient of any rank is not finite."""
     named = list(_gradients(sharding))
     if not named:
@@ -59,7 +59,7 @@ def _kind(gradient: torch.Tensor | None) -> torch.Tensor:
     return torch.where(gradient.isnan().any(), _NAN, gradient.isinf().any().to(torch.int32)).to(torch.int32)
 
 
-def _gradients(sharding: Any) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+def _gradients(sharding: Shards) -> Iterator[tuple[str, str, torch.Tensor | None]]:
     """Name, unit, and this rank's part of the gradient, of every parameter, in the same order on every rank."""
     for shard in sharding.shards:
         unit = ops.unit_of_bucket(shard.layout.bucket)

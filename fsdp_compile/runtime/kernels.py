@@ -107,7 +107,7 @@ def _reduce_gradient(
 def _agreement_of(data: torch.Tensor) -> Agreement | None:
     """Between the ranks of a shard's mesh; None where code is traced."""
     shard = shard_of(data)
-    return None if shard is None or shard.sharding is None else shard.sharding.agreement
+    return None if shard is None else shard.agreement
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -1,0 +1,62 @@
+"""Reads: what a forward takes out of a shard where it reads a parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+import torch.nn as nn
+
+
+@dataclasses.dataclass
+class Read:
+    """What `fsdp::unshard` takes: the shard, and the constants that say what to take out of it."""
+
+    shard: Readable
+    arguments: tuple[Any, ...]
+    is_frozen: bool
+
+    def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
+        if not self.shard.key:  # Dynamo guards on it: a graph knows the shards that it was compiled for
+            raise AssertionError("a shard without a key")
+        gradient = "none" if self.is_frozen else self.shard.gradient
+        full: torch.Tensor = torch.ops.fsdp.unshard.default(
+            self.shard.data, self.shard.accumulated, gradient, *self.arguments
+        )
+        return full
+
+
+@dataclasses.dataclass
+class LocalRead:
+    """What a single rank computes with: the parameter, in another dtype, on another device."""
+
+    dtype: torch.dtype | None
+    device: torch.device | None
+
+    def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
+        parameter: Any = module._parameters[name]
+        return parameter.to(dtype=self.dtype or parameter.dtype, device=self.device or parameter.device)  # type: ignore[no-any-return]
+
+
+class Readable(Protocol):
+    """A shard; it may change its tensor, when the model moves to another dtype or device.
+
+    `key` is another for every shard in the process. `gradient` and `accumulated` say where gradients go; `passes.ops`
+    explains them.
+    """
+
+    key: str
+    data: nn.Parameter
+    gradient: str
+    accumulated: nn.Parameter | None
+
+
+@dataclasses.dataclass
+class StandIn:
+    """A shard for tracing only."""
+
+    data: nn.Parameter
+    key: str = "stand-in"
+    gradient: str = "reduce"
+    accumulated: nn.Parameter | None = None
