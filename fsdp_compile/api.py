@@ -16,23 +16,15 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
 from .backend import CompileAs
+from .checks import check_bool, check_call, listed
 from .compiler.capture import capture_only, inductor_options
-from .config import (
-    CompileConfig,
-    OffloadConfig,
-    Reduction,
-    ScheduleConfig,
-    check_bool,
-    check_call,
-    check_strategy,
-    listed,
-    num_bytes_of,
-)
+from .compiler.options import CompileConfig
 from .costs.calibrate import calibrate
 from .costs.hardware import Hardware, find_hardware, hardware_of_gpu
 from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
 from .layout.buckets import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
+from .layout.options import OffloadConfig, Reduction, check_strategy
 from .layout.precision import find_precision, install_casts
 from .layout.units import Unit, find_units
 from .module.adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
@@ -52,6 +44,7 @@ from .module.sharding import (
 )
 from .passes import ops
 from .passes.pipeline import Pass
+from .planning.options import ScheduleConfig, num_bytes_of
 from .planning.scheduling import Goal, Planner
 from .planning.strategies import (
     Auto,

@@ -13,8 +13,8 @@ import torch.fx
 import torch.nn as nn
 
 from .compiler.capture import Capture, compile_module, inductor_options
+from .compiler.options import CompileConfig
 from .compiler.statements import groups_of, places_of_graphs, statement_of_graphs
-from .config import CompileConfig
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .module.sharding import Sharding, sharding_of

@@ -41,8 +41,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from .api import fsdp_compile, shard
-from .config import CompileConfig, OffloadConfig, check_bool, check_dtype, listed
+from .checks import check_bool, check_dtype, listed
+from .compiler.options import CompileConfig
 from .errors import ConfigError
+from .layout.options import OffloadConfig
 from .module.full_parameters import SummonOptions, summon
 from .module.sharded_module import become_sharded_together, register_fsdp_forward_method
 from .module.sharding import Sharding, is_sharded, sharding_of

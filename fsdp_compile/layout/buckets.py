@@ -10,9 +10,9 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..config import Reduction
 from ..errors import ConfigError
 from ..passes import ops
+from .options import Reduction
 from .padding import room
 from .units import Unit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn as nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-from ..config import check_call
+from ..checks import check_call
 from ..errors import ConfigError
 
 

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
-from ..config import check_bool, check_dtype
+from ..checks import check_bool, check_dtype
 from ..errors import ConfigError
 from .globs import is_named
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-from ..config import check_call, listed
+from ..checks import check_call, listed
 from ..errors import ConfigError
 from .globs import is_named
 from .policies import run_policy

@@ -11,9 +11,10 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from ..config import OffloadConfig, Reduction, ScheduleConfig
+from ..layout.options import OffloadConfig, Reduction
 from ..layout.precision import Precision
 from ..layout.units import Unit
+from ..planning.options import ScheduleConfig
 from ..runtime.agreement import Line
 from ..runtime.groups import device_of
 

@@ -16,11 +16,12 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from ..config import Reduction, check_bool
+from ..checks import check_bool
 from ..costs import Explanation, Hardware, explain
 from ..costs.explain import hardware_is_missing
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
+from ..layout.options import Reduction
 from ..report import Comparison, Schedule, measured_schedule, page
 from ..runtime.clipping import clip_gradients
 from ..runtime.compilations import Compilations

@@ -15,15 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateDictConfig
 
 from ..compiler.capture import activations_are_free
+from ..compiler.options import CompileConfig
 from ..compiler.statements import statement_of_program
-from ..config import CompileConfig, OffloadConfig, Reduction, ScheduleConfig
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..layout.buckets import Layout, Placement, lay_out
+from ..layout.options import OffloadConfig, Reduction
 from ..layout.precision import install_casts
 from ..passes import ops
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
+from ..planning.options import ScheduleConfig
 from ..planning.scheduling import Goal, Options, Planner
 from ..runtime.compilations import Compilations
 from ..runtime.flat_shard import FlatShard, Shards

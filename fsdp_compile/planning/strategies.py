@@ -16,10 +16,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from ..config import OffloadConfig
 from ..costs.predict import bytes_text, predict, time_text
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
+from ..layout.options import OffloadConfig
 from ..runtime.agreement import Line, agreement_of
 from .scheduling import Goal
 

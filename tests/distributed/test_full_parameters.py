@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_compile import ConfigError, fsdp_compile, shard
 from fsdp_compile.backend import backend_for
-from fsdp_compile.config import CompileConfig
+from fsdp_compile.compiler.options import CompileConfig
 from fsdp_compile.module.sharding import sharding_of
 from tests.distributed.training import (
     adamw,

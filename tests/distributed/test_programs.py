@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import ConfigError, fsdp_compile, register_fsdp_forward_method, shard
 from fsdp_compile.backend import backend_for
-from fsdp_compile.config import CompileConfig
+from fsdp_compile.compiler.options import CompileConfig
 from fsdp_compile.module.sharding import sharding_of
 from tests.distributed.training import (
     assert_close,

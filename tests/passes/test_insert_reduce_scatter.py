@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from fsdp_compile.config import Reduction
+from fsdp_compile.layout.options import Reduction
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.insert_reduce_scatter import InsertReduceScatter
 from tests.passes.tiny import Adapted, Chain, Normed, ScaleAndShift, Tempered, biased, rows, two_layers

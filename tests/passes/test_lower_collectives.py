@@ -2,8 +2,8 @@ import torch
 from torch import nn
 
 from fsdp_compile.compiler.capture import Capture
-from fsdp_compile.config import Reduction
 from fsdp_compile.layout.buckets import Placement, lay_out
+from fsdp_compile.layout.options import Reduction
 from fsdp_compile.layout.units import find_units
 from fsdp_compile.module.reading import reading_copy
 from fsdp_compile.passes import ops

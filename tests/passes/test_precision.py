@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile.config import Reduction
+from fsdp_compile.layout.options import Reduction
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.delay_reduce_scatter_wait import DelayReduceScatterWait
 from fsdp_compile.passes.insert_reduce_scatter import InsertReduceScatter

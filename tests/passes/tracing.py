@@ -17,9 +17,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from fsdp_compile.compiler.capture import capture_only
-from fsdp_compile.config import Reduction
 from fsdp_compile.graphs import RewrittenGraphs
 from fsdp_compile.layout.buckets import NO_AXIS, Axes, Axis, Placement, lay_out
+from fsdp_compile.layout.options import Reduction
 from fsdp_compile.layout.precision import find_precision, install_casts
 from fsdp_compile.layout.units import find_units
 from fsdp_compile.module.reading import off_meta, reading_copy

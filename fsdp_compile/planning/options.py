@@ -1,24 +1,21 @@
-"""The options of `fsdp_compile`, `shard` and `rewrite`, as values that are validated when they are made."""
+"""Options of the schedule: what the passes are to do, and what a plan is for."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
-from .costs.hardware import Hardware
-from .errors import ConfigError
-from .layout.globs import is_named
-from .passes.pipeline import Pass
+from ..checks import check_call, check_choice
+from ..costs.hardware import Hardware
+from ..errors import ConfigError
+from ..layout.globs import is_named
+from ..passes.pipeline import Pass
 
-_BACKENDS = ("inductor", "aot_eager")
 _LOWERINGS = ("auto", "packed", "grouped")
 _KEEPING = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -158,82 +155,6 @@ def _distance(name: str, value: object, meanings: Mapping[object, int]) -> int:
     raise ConfigError(f"{name} is one of {allowed}, not {value!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class CompileConfig:
-    """What is passed on to torch.compile; `backend` is what compiles the rewritten graphs."""
-
-    backend: str = "inductor"
-    fullgraph: bool = False
-    dynamic: bool | None = None
-    options: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("backend", self.backend, _BACKENDS)
-        check_bool("fullgraph", self.fullgraph)
-        if self.dynamic is not None and not isinstance(self.dynamic, bool):
-            raise ConfigError(f"dynamic is None or a bool, not {self.dynamic!r}")
-        if self.options and self.backend != "inductor":
-            raise ConfigError(f"options are Inductor's; backend={self.backend!r} has none")
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduction:
-    """How gradients of several ranks become one: the operator of the collectives, and what divides its result."""
-
-    operator: str = "avg"
-    divisor: float = 1.0
-
-    @classmethod
-    def of(cls, gradient_reduction: object) -> Reduction:
-        """From the user's "mean", "sum", or number, which divides the sum."""
-        if isinstance(gradient_reduction, str) and gradient_reduction in ("mean", "sum"):
-            return cls("avg" if gradient_reduction == "mean" else "sum")
-        return cls.divided_by(gradient_reduction, "gradient_reduction is 'mean', 'sum', or")
-
-    @classmethod
-    def divided_by(cls, factor: object, refusal: str = "factor is") -> Reduction:
-        """The sum, divided by a number; what is none is refused in words that begin with `refusal`."""
-        if isinstance(factor, (int, float)) and not isinstance(factor, bool):
-            with contextlib.suppress(OverflowError):
-                divisor = float(factor)
-                if 0 < divisor < math.inf:
-                    return cls("sum", divisor)
-        raise ConfigError(f"{refusal} a positive number that divides the sum, not {factor!r}")
-
-
-def check_strategy(strategy: object) -> ShardingStrategy:
-    """`strategy` if it is one; raises ConfigError if not."""
-    if not isinstance(strategy, ShardingStrategy):
-        names = ", ".join(each.name for each in ShardingStrategy)
-        raise ConfigError(
-            f"sharding_strategy is a ShardingStrategy of torch.distributed.fsdp ({names}) or 'auto', not {strategy!r}"
-        )
-    return strategy
-
-
-@dataclasses.dataclass(frozen=True)
-class OffloadConfig:
-    """Whether shards, gradients and with them optimizer states live on the CPU, and whether in pinned memory."""
-
-    is_on: bool = False
-    pin_memory: bool = False
-
-    @classmethod
-    def of(cls, offload_policy: object, name: str = "offload_policy") -> OffloadConfig:
-        """From torch's `CPUOffloadPolicy`, `OffloadPolicy` (off) or `CPUOffload`, or None; errors say `name`."""
-        if isinstance(offload_policy, CPUOffloadPolicy):
-            check_bool(f"{name}: pin_memory", offload_policy.pin_memory)
-            return cls(True, offload_policy.pin_memory)
-        if isinstance(offload_policy, CPUOffload):
-            check_bool(f"{name}: offload_params", offload_policy.offload_params)
-            return cls(offload_policy.offload_params, offload_policy.offload_params)
-        if offload_policy is None or type(offload_policy) is OffloadPolicy:
-            return cls()
-        raise ConfigError(
-            f"{name} is None, or a CPUOffloadPolicy or CPUOffload of torch.distributed.fsdp, not {offload_policy!r}"
-        )
-
-
 _MOST_BYTES = 2**80
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -249,42 +170,3 @@ def num_bytes_of(memory_budget: object) -> int | None:
     if isinstance(number, int) and not isinstance(number, bool) and 0 < number <= _MOST_BYTES:
         return number
     raise ConfigError(f"memory_budget is a positive number of bytes, or text such as '16 GiB', not {memory_budget!r}")
-
-
-def check_bool(name: str, value: object) -> None:
-    """Raise ConfigError unless the option `name` is a bool."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is a bool, not {value!r}")
-
-
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ConfigError unless the option `name` is one of these texts."""
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{name} is one of {choices}, not {value!r}")
-
-
-def check_dtype(name: str, value: object) -> None:
-    """Raise ConfigError unless the option `name` is None or a floating point dtype."""
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise ConfigError(f"{name} is None or a floating point dtype, not {value!r}")
-
-
-def check_call(name: str, function: Callable[..., Any], *args: str, **kwargs: str) -> None:
-    """Raise ConfigError unless `function`, of the option `name`, can be called with so many arguments, so named."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some that are written in C say nothing
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as e:
-        called = ", ".join([*args, *(f"{key}=..." for key in kwargs)])
-        known_as = getattr(function, "__qualname__", type(function).__qualname__)
-        raise ConfigError(f"{name}: {known_as}{signature} is called as ({called}): {e}") from None
-
-
-def listed(name: str, value: object, what: str) -> list[Any]:
-    """The items of the option `name`; ConfigError unless it is an iterable of `what`, which the caller looks at."""
-    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping, torch.Tensor, type)):
-        raise ConfigError(f"{name} is an iterable of {what}, not {value!r}")
-    return list(value)
