@@ -18,7 +18,7 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from fsdp_compile.planning.chains import Chain, Channel, Parameter, Reduction
+from fsdp_compile.planning.chains import Chain, Channel, Item, Reduction
 from fsdp_compile.planning.search import best_plan
 
 MIB = 2**20
@@ -31,13 +31,13 @@ def chain_of(num_parameters: int, random: Random, *, is_backward: bool) -> Chain
     num_bytes = [int(LAYER[index % len(LAYER)] * MIB) for index in range(num_parameters)]
     seconds = [size / LINK.bandwidth * random.uniform(0.5, 2) for size in num_bytes]
     held = [random.randint(0, 64 * MIB) for _ in seconds]
-    parameters = [Parameter(size, step, step) for step, size in enumerate(num_bytes)]
+    parameters = [Item(size, step, step) for step, size in enumerate(num_bytes)]
     ends = range(len(LAYER) - 1, num_parameters, len(LAYER)) if is_backward else ()
     per_layer = sum(LAYER) * MIB / LINK.bandwidth
     return Chain(seconds, held, parameters, [Reduction(per_layer * random.uniform(0.5, 1), end) for end in ends])
 
 
-def seconds_of(num_parameters: int, seed: int, *, is_backward: bool, is_limited: bool) -> float:
+def planning_seconds(num_parameters: int, seed: int, *, is_backward: bool, is_limited: bool) -> float:
     chain = chain_of(num_parameters, Random(seed), is_backward=is_backward)
     limit = chain.lowest_peak + int(sum(LAYER) * MIB) if is_limited else None
     begin = time.process_time()
@@ -60,7 +60,7 @@ def main() -> None:
     before: tuple[int, list[float]] | None = None
     for number in sorted(options.parameters):
         found = [
-            max(seconds_of(number, seed, is_backward=way, is_limited=limited) for seed in range(options.seeds))
+            max(planning_seconds(number, seed, is_backward=way, is_limited=limited) for seed in range(options.seeds))
             for way, limited in kinds
         ]
         cells = []

@@ -1,7 +1,7 @@
 """Draw the rooms of the code in docs/architecture.md, from what files import: python docs/generate_rooms.py.
 
-A room is a folder of fsdp_compile/, or a file beside them. All imports count: local ones, and those for types only. With
---print and the folder of another checkout the drawing of that one is printed, with its circles.
+A room is a folder of fsdp_compile/, or a file beside them. All imports count: local ones, and those for types only.
+With --print and the folder of another checkout the drawing of that one is printed, with its circles.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def arrows_up(imports: Imports) -> list[tuple[str, str]]:
 
 
 def drawing(root: Path) -> str:
-    """A line for each room, with the rooms that it imports and that none of those imports."""
+    """Each room, with the rooms that it imports and that none of those imports."""
     imports = imports_of(root)
     below: dict[str, set[str]] = {}
     for room, other in arrows(imports):
@@ -113,8 +113,8 @@ def drawing(root: Path) -> str:
         shown = [
             other for other in rooms if other in direct and not any(other in below.get(each, ()) for each in direct)
         ]
-        lines.append(f"{room:<11}{_lines(root, room):>6}  {_title(root, room)}")
-        lines += [f"{'':<17}    ─► {', '.join(shown)}"] if shown else []
+        lines.append(f"{room:<11} {_title(root, room)}")
+        lines += [f"{'':<11}     ─► {', '.join(shown)}"] if shown else []
     return "\n".join(lines)
 
 
@@ -123,15 +123,12 @@ def _paths(root: Path, room: str) -> list[Path]:
     return sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
-def _lines(root: Path, room: str) -> int:
-    return sum(len(path.read_text().splitlines()) for path in _paths(root, room))
-
-
 def _title(root: Path, room: str) -> str:
     """The first sentence of its docstring."""
     path = next((path for path in _paths(root, room) if path.stem == "__init__"), _paths(root, room)[0])
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return re.split(r"(?<=[.:])\s", " ".join(text.split()))[0].rstrip(".:")
+    sentence = re.split(r"(?<=\.)\s", " ".join(text.split()))[0].rstrip(".")
+    return sentence.partition(": ")[2] or sentence
 
 
 def render() -> str:

@@ -24,12 +24,12 @@ from .costs.hardware import Hardware, find_hardware, hardware_of_gpu
 from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
 from .layout.buckets import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
-from .layout.options import OffloadConfig, Reduction, check_strategy
+from .layout.options import GradientReduction, OffloadConfig, check_strategy
 from .layout.precision import find_precision, install_casts
 from .layout.units import Unit, find_units
 from .module.adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
 from .module.decision import Decision, compute_device, statement_of_decision
-from .module.newcomers import newcomers, places_left, refuse
+from .module.newcomers import newcomers, owners_left, refuse
 from .module.reading import off_meta, reading_copy
 from .module.sharded_module import become_sharded
 from .module.sharding import (
@@ -45,7 +45,7 @@ from .module.sharding import (
 from .passes import ops
 from .passes.pipeline import Pass
 from .planning.options import ScheduleConfig, num_bytes_of
-from .planning.scheduling import Goal, Planner
+from .planning.step_plans import Goal, Planner
 from .planning.strategies import (
     Auto,
     Choice,
@@ -246,7 +246,7 @@ def shard(
         passes,
         _poisons(),
     )
-    reduction, offload = Reduction.of(gradient_reduction), OffloadConfig.of(offload_policy)
+    reduction, offload = GradientReduction.of(gradient_reduction), OffloadConfig.of(offload_policy)
     parameters = _check_model(model, ignored_params)
     parts = sharded_parts(model)
     units = find_units(model, auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
@@ -286,7 +286,7 @@ def shard(
     sharding.reason = reason
     adopt(model, parts, sharding)
     note_sharding(model, sharding)
-    sharding.left = places_left(model)
+    sharding.left = owners_left(model)
     become_sharded(model)
     return model
 
@@ -451,7 +451,7 @@ def rewrite(
         passes,
         _poisons(),
     )
-    reduction = Reduction.of(gradient_reduction)
+    reduction = GradientReduction.of(gradient_reduction)
     parameters = _check_model(model, ignored_params)
     if parts := sharded_parts(model):
         raise ConfigError(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate_rooms import TARGET, arrows_up, circles, imports_of, render
+
 ROOT = Path(__file__).parent.parent
 PASSES = sorted((ROOT / "passes").glob("**/*.py"))
 FRONT_END = sorted(path for path in (ROOT / "fsdp_compile").glob("**/*.py") if "passes" not in path.parts)
@@ -85,6 +87,30 @@ def test_the_environment_is_read_by_the_entry_points_only(path):
 @pytest.mark.parametrize("path", [*FRONT_END, *OTHERS], ids=in_repository)
 def test_passes_are_imported_as_fsdp_compile_passes(path):
     assert [name for name in imported(path) if is_within(name, {"passes"})] == []
+
+
+def test_imports_lead_down_and_never_in_circles():
+    imports = imports_of(ROOT)
+    assert imports["module/sharding"] >= {"module/decision", "runtime/flat_shard", "passes/pipeline"}
+    assert circles(imports) == [] == arrows_up(imports)
+
+
+def test_circles_and_arrows_up_are_found(tmp_path):
+    """Local imports and those for types, too."""
+    files = {
+        "layout/units": "def f():\n    from ..module.sharding import g\n",
+        "module/sharding": "if TYPE_CHECKING:\n    from fsdp_compile.layout import units\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "fsdp_compile" / f"{name}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    imports = imports_of(tmp_path)
+    assert circles(imports) == [set(files)] and arrows_up(imports) == [("layout", "module")]
+
+
+def test_the_drawing_of_the_rooms_is_fresh():
+    assert TARGET.read_text() == render(), "run: python docs/generate_rooms.py"
 
 
 def test_the_link_leads_to_the_passes():

@@ -13,7 +13,7 @@ from fsdp_compile.costs import HARDWARE
 from fsdp_compile.costs.hardware import Link
 from fsdp_compile.costs.predict import predict
 from fsdp_compile.passes import ops
-from fsdp_compile.planning.scheduling import Goal
+from fsdp_compile.planning.step_plans import Goal
 from fsdp_compile.planning.strategies import best_strategy, candidates
 from tests.models import build
 

@@ -29,7 +29,7 @@ from ..costs.hardware import HARDWARE, Hardware, find_hardware
 from ..costs.optimizers import OPTIMIZERS
 from ..costs.predict import Prediction, predict
 from ..errors import CaptureError, ConfigError, one_line
-from ..planning.scheduling import Goal
+from ..planning.step_plans import Goal
 from ..planning.strategies import best_strategy, candidates, is_auto
 from ..report import Schedule, page, trace
 from .doctor import examine

@@ -40,7 +40,7 @@ from ..runtime.inductor import Fences, fast_matmuls, generator_digest, whole_cop
 from ..runtime.kernels import capturing
 
 MakePlan = Callable[[str, Draft], StepPlan | None]
-"""(program, draft) to the plan of a program; `scheduling.Planner.plan` explains both."""
+"""(program, draft) to the plan of a program; `step_plans.Planner.plan` explains both."""
 
 
 Finish = Callable[[list[Any]], None]
@@ -220,7 +220,7 @@ def refuse_writes(graph: torch.fx.Graph, sharded: Mapping[torch.fx.Node, str]) -
 
 
 @dataclasses.dataclass
-class _Halves:
+class _Splits:
     """A joint graph in halves, for every activation memory budget that is asked for; it is left as it is."""
 
     joint: torch.fx.GraphModule
@@ -264,7 +264,7 @@ class Partitioner(CustomPartitionerFn):
             gm.graph.set_codegen(
                 torch.fx.graph.CodeGen()
             )  # copies of what takes trees as arguments come with a warning
-            split = _Halves(gm, pipeline, kwargs["num_fwd_outputs"], static_inputs)
+            split = _Splits(gm, pipeline, kwargs["num_fwd_outputs"], static_inputs)
             plan = self.capture.plan(_program("training", gm.graph), split.draft)
             halves = split.of(plan.activations if plan else None)
         forward, backward = self.capture.pipeline(plan).rewrite_halves(halves)

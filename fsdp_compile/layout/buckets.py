@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..errors import ConfigError
 from ..passes import ops
-from .options import Reduction
+from .options import GradientReduction
 from .padding import room
 from .units import Unit
 
@@ -69,7 +69,7 @@ class Layout:
     requires_grad: bool
     shards: Axis
     replicas: Axis
-    reduction: Reduction
+    reduction: GradientReduction
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     compute_device: torch.device | None = None
@@ -120,7 +120,7 @@ class Placement:
     """
 
     axes: Axes
-    reduction: Reduction
+    reduction: GradientReduction
     policy_of_parameter: Mapping[str, MixedPrecisionPolicy] = dataclasses.field(default_factory=dict)
     offload_from: torch.device | None = None
 

@@ -13,21 +13,21 @@ from ..errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
-class Reduction:
+class GradientReduction:
     """How gradients of several ranks become one: the operator of the collectives, and what divides its result."""
 
     operator: str = "avg"
     divisor: float = 1.0
 
     @classmethod
-    def of(cls, gradient_reduction: object) -> Reduction:
+    def of(cls, gradient_reduction: object) -> GradientReduction:
         """From the user's "mean", "sum", or number, which divides the sum."""
         if isinstance(gradient_reduction, str) and gradient_reduction in ("mean", "sum"):
             return cls("avg" if gradient_reduction == "mean" else "sum")
         return cls.divided_by(gradient_reduction, "gradient_reduction is 'mean', 'sum', or")
 
     @classmethod
-    def divided_by(cls, factor: object, refusal: str = "factor is") -> Reduction:
+    def divided_by(cls, factor: object, refusal: str = "factor is") -> GradientReduction:
         """The sum, divided by a number; what is none is refused in words that begin with `refusal`."""
         if isinstance(factor, (int, float)) and not isinstance(factor, bool):
             with contextlib.suppress(OverflowError):

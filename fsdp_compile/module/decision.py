@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from ..layout.options import OffloadConfig, Reduction
+from ..layout.options import GradientReduction, OffloadConfig
 from ..layout.precision import Precision
 from ..layout.units import Unit
 from ..planning.options import ScheduleConfig
@@ -33,7 +33,7 @@ class Decision:
     mesh: DeviceMesh | None
     strategy: ShardingStrategy
     schedule: ScheduleConfig
-    reduction: Reduction
+    reduction: GradientReduction
     precision: Precision
     offload: OffloadConfig
     sync_module_states: bool

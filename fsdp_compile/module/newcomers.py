@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError
 
-Place = tuple[nn.Module, str]
+Owner = tuple[nn.Module, str]
 """A module, and the name of a parameter that it holds."""
 
 
-def places_left(model: nn.Module) -> set[Place]:
+def owners_left(model: nn.Module) -> set[Owner]:
     """Where the modules hold parameters that are not sharded; nor is what takes the place of one."""
     return {
         (module, name)
@@ -24,7 +24,7 @@ def places_left(model: nn.Module) -> set[Place]:
     }
 
 
-def newcomers(module: nn.Module, left: Collection[Place]) -> dict[str, nn.Parameter]:
+def newcomers(module: nn.Module, left: Collection[Owner]) -> dict[str, nn.Parameter]:
     """The trainable parameters at or below `module` that came after it was sharded, by name.
 
     Args:

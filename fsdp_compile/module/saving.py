@@ -46,7 +46,7 @@ _INSTEAD = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class MeshPosition:
     """Where a rank was when it saved its part of a model.
 
     Attributes:
@@ -61,7 +61,7 @@ class Place:
     device_type: str = "cpu"
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> Place:
+    def of(cls, mesh: DeviceMesh | None) -> MeshPosition:
         here = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if mesh is None:
             return cls(*here)
@@ -69,7 +69,7 @@ class Place:
 
     def check(self) -> None:
         """Raise ConfigError on another rank, or among another number of them."""
-        now = Place.of(None)
+        now = MeshPosition.of(None)
         if (now.rank, now.world_size) != (self.rank, self.world_size):
             raise ConfigError(
                 f"the model was saved by rank {self.rank} of {self.world_size}, and is loaded on rank {now.rank} of "
@@ -91,7 +91,7 @@ class Saved:
         modules: pickled; the model, the fields of its `Sharding`, how a single rank reads its parameters.
     """
 
-    place: Place
+    place: MeshPosition
     part_sizes: list[int]
     shards: list[SavedShard]
     modules: bytes
@@ -143,7 +143,7 @@ def save(model: nn.Module, protocol: int) -> tuple[Saved, list[torch.Tensor], li
     state = {name: value for name, value in state.items() if name not in _MADE_ANEW}
     pickler.dump((model, state, _local_reads(model), *_taken_out(model)))
     shards = [SavedShard.of(shard) for shard in sharding.shards]
-    saved = Saved(Place.of(sharding.mesh), list(sharding.parts), shards, buffer.getvalue())
+    saved = Saved(MeshPosition.of(sharding.mesh), list(sharding.parts), shards, buffer.getvalue())
     return saved, [shard.data.detach() for shard in sharding.shards], pickler.tensors
 
 

@@ -21,7 +21,7 @@ from ..costs import Explanation, Hardware, explain
 from ..costs.explain import hardware_is_missing
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
-from ..layout.options import Reduction
+from ..layout.options import GradientReduction
 from ..report import Comparison, Schedule, measured_schedule, page
 from ..runtime.clipping import clip_gradients
 from ..runtime.compilations import Compilations
@@ -281,7 +281,7 @@ class ShardedMethods(nn.Module):
         Raises:
             ConfigError: `factor` is no positive number; nothing has changed.
         """
-        sharding_of(self).reduce_by(Reduction.divided_by(factor))
+        sharding_of(self).reduce_by(GradientReduction.divided_by(factor))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -20,13 +20,13 @@ from ..compiler.statements import statement_of_program
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..layout.buckets import Layout, Placement, lay_out
-from ..layout.options import OffloadConfig, Reduction
+from ..layout.options import GradientReduction, OffloadConfig
 from ..layout.precision import install_casts
 from ..passes import ops
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..planning.options import ScheduleConfig
-from ..planning.scheduling import Goal, Options, Planner
+from ..planning.step_plans import Goal, Options, Planner
 from ..runtime.compilations import Compilations
 from ..runtime.flat_shard import FlatShard, Shards
 from ..runtime.gradients import carry_hooks, reduce_leftovers, watch_whole
@@ -36,7 +36,7 @@ from ..runtime.reads import LocalRead, Read
 from ..runtime.recomputation import checkpoint_in_forward
 from ..runtime.registrations import registrations
 from .decision import Decision
-from .newcomers import Place, newcomers, refuse
+from .newcomers import Owner, newcomers, refuse
 from .reading import Running, install_reads
 
 
@@ -64,7 +64,7 @@ class Sharding(Shards):
         together: the modules that were sharded as one unit, by a list; empty for a model.
         parts: for every number of ranks that a unit is resharded over after the forward, this rank's place among them.
         keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
-        plans: what was planned, by program; see `scheduling.Planner`.
+        plans: what was planned, by program; see `step_plans.Planner`.
         has_raised: whether the last call has.
         compilations: graph breaks and recompilations, if it was compiled by `fsdp_compile`.
         compile: how the model was compiled, if it was.
@@ -87,7 +87,7 @@ class Sharding(Shards):
     compilations: Compilations = dataclasses.field(default_factory=Compilations)
     compile: Compiler | None = None
     reason: str | None = None
-    left: set[Place] = dataclasses.field(default_factory=set)
+    left: set[Owner] = dataclasses.field(default_factory=set)
     looked: Looked = dataclasses.field(default_factory=lambda: Looked())
     is_summoned: bool = False
     optimizer_state: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
@@ -146,7 +146,7 @@ class Sharding(Shards):
             refuse(newcomers(module, self.left), f"the {type(module).__name__}")
         self.looked[module] = registrations().count
 
-    def reduce_by(self, reduction: Reduction) -> None:
+    def reduce_by(self, reduction: GradientReduction) -> None:
         """From the next forward on, gradients are reduced so."""
         self.divisor = reduction.divisor
         for shard in self.shards:

@@ -1,8 +1,8 @@
-"""Chains and plans: what a direction of a step computes and reads, how its parameters are gathered, what that takes.
+"""Chains and plans: what a direction of a step computes and reads, how its items are gathered, what that takes.
 
-A chain is compute in order, with the parameters that it reads. A plan cuts the parameters, in order of first use, into
-buckets. A bucket is one collective. Collectives run one after another; each begins once compute has reached the
-position where it is started. Before the first use of a bucket's parameters compute waits for it. Memory is counted by
+A chain is compute in order, with the items that it reads. A plan cuts the items, in order of first use, into
+gathers. A gather is one collective. Collectives run one after another; each begins once compute has reached the
+position where it is started. Before the first use of a gather's items compute waits for it. Memory is counted by
 position, without a clock: what has been started is in memory.
 """
 
@@ -15,16 +15,16 @@ from itertools import accumulate, pairwise
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter of a chain.
+class Item:
+    """An item of a chain.
 
-    What is planned as one may be several parameters that are always sent together.
+    What is planned as one may be several items that are always sent together.
 
     Attributes:
-        num_bytes: of the full parameter.
+        num_bytes: of the full item.
         first, last: the first and the last compute step that reads it.
         num_messages: where it is not packed.
-        kind: only parameters of one kind can be in a bucket.
+        kind: only items of one kind can be in a gather.
     """
 
     num_bytes: int
@@ -53,19 +53,19 @@ class Chain:
     Attributes:
         seconds: of each compute step.
         held: bytes that are in memory anyway during each step.
-        parameters: in order of first use.
+        items: in order of first use.
         reductions: in order; the chain has ended when they have.
     """
 
     seconds: Sequence[float]
     held: Sequence[int]
-    parameters: Sequence[Parameter]
+    items: Sequence[Item]
     reductions: Sequence[Reduction] = ()
 
     def __post_init__(self) -> None:
         assert len(self.seconds) == len(self.held)
-        assert all(a.first <= b.first for a, b in pairwise(self.parameters)), "parameters are in order of first use"
-        assert all(0 <= p.first <= p.last < len(self.seconds) for p in self.parameters)
+        assert all(a.first <= b.first for a, b in pairwise(self.items)), "items are in order of first use"
+        assert all(0 <= p.first <= p.last < len(self.seconds) for p in self.items)
 
     @property
     def reduced(self) -> list[float]:
@@ -77,8 +77,8 @@ class Chain:
 
     @property
     def lowest_peak(self) -> int:
-        """Bytes that no plan goes below: every parameter in memory from its first use to its last, nothing else."""
-        return max(_in_memory(self, ((p.num_bytes, p.first, p.last) for p in self.parameters)), default=0)
+        """Bytes that no plan goes below: every item in memory from its first use to its last, nothing else."""
+        return max(_in_memory(self, ((p.num_bytes, p.first, p.last) for p in self.items)), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Channel:
     Attributes:
         start: seconds that every collective takes.
         per_message: seconds more for every message of those that are not packed.
-        bandwidth: bytes of full parameters in a second.
+        bandwidth: bytes of full items in a second.
         copy_bandwidth: bytes in a second that compute copies out of a buffer.
     """
 
@@ -103,12 +103,12 @@ class Channel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bucket:
-    """Consecutive parameters that are gathered by one collective.
+class ChainGather:
+    """Consecutive items that are gathered by one collective.
 
     Attributes:
-        begin, end: the parameters, `end` excluded.
-        start: the compute step that the collective is started before; at most the first use of parameter `begin`.
+        begin, end: the items, `end` excluded.
+        start: the compute step that the collective is started before; at most the first use of item `begin`.
         is_packed: whether they are one message, which compute copies them out of.
     """
 
@@ -119,10 +119,10 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The buckets of a chain, consecutive; their starts do not decrease."""
+class ChainPlan:
+    """The gathers of a chain, consecutive; their starts do not decrease."""
 
-    buckets: Sequence[Bucket]
+    gathers: Sequence[ChainGather]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,20 +140,20 @@ class Outcome:
     peak: int
 
 
-def evaluate(chain: Chain, plan: Plan, channel: Channel) -> Outcome:
+def evaluate(chain: Chain, plan: ChainPlan, channel: Channel) -> Outcome:
     """What a plan takes.
 
-    At a position compute first starts the collectives that are due, then waits for and copies out one parameter after
-    another, then runs the step. A parameter sent as a message of its own is in memory from the start of its bucket to
-    its last use. A packed one is in memory twice: in the buffer, from the start of its bucket until the last of the
-    bucket's parameters is first used, and as a copy, from its first use to its last.
+    At a position compute first starts the collectives that are due, then waits for and copies out one item after
+    another, then runs the step. An item sent as a message of its own is in memory from the start of its gather to
+    its last use. A packed one is in memory twice: in the buffer, from the start of its gather until the last of the
+    gather's items is first used, and as a copy, from its first use to its last.
     """
-    clock = Clock(chain, plan, channel)
+    clock = ChainClock(chain, plan, channel)
     peak = max(_in_memory(chain, _lives(chain, plan)), default=0)
     return Outcome(max(clock.reached[-1], clock.free), clock.exposed, peak)
 
 
-class Clock:
+class ChainClock:
     """When a plan does what.
 
     Attributes:
@@ -162,47 +162,47 @@ class Clock:
         free: seconds at which the last collective is done.
     """
 
-    def __init__(self, chain: Chain, plan: Plan, channel: Channel) -> None:
+    def __init__(self, chain: Chain, plan: ChainPlan, channel: Channel) -> None:
         self.reached, self.exposed, self.free = [0.0], 0.0, 0.0
         now = 0.0
-        due, reductions, next_parameter = deque(plan.buckets), deque(chain.reductions), 0
+        due, reductions, next_item = deque(plan.gathers), deque(chain.reductions), 0
         done: deque[float] = deque()
-        bucket_of = [bucket for bucket in plan.buckets for _ in range(bucket.begin, bucket.end)]
+        gather_of = [gather for gather in plan.gathers for _ in range(gather.begin, gather.end)]
         for step, seconds in enumerate(chain.seconds):
             while due and due[0].start <= step:
-                self.free = max(now, self.free) + seconds_of(chain, due.popleft(), channel)
+                self.free = max(now, self.free) + gather_seconds(chain, due.popleft(), channel)
                 done.append(self.free)
-            while next_parameter < len(bucket_of) and chain.parameters[next_parameter].first == step:
-                bucket = bucket_of[next_parameter]
-                if next_parameter == bucket.begin:
+            while next_item < len(gather_of) and chain.items[next_item].first == step:
+                gather = gather_of[next_item]
+                if next_item == gather.begin:
                     arrival = max(now, done.popleft())
                     self.exposed += arrival - now
                     now = arrival
-                if bucket.is_packed:
-                    now += chain.parameters[next_parameter].num_bytes / channel.copy_bandwidth
-                next_parameter += 1
+                if gather.is_packed:
+                    now += chain.items[next_item].num_bytes / channel.copy_bandwidth
+                next_item += 1
             now += seconds
             self.reached.append(now)
             while reductions and reductions[0].step <= step:
                 self.free = max(now, self.free) + reductions.popleft().seconds
 
 
-def seconds_of(chain: Chain, bucket: Bucket, channel: Channel) -> float:
-    parameters = chain.parameters[bucket.begin : bucket.end]
-    num_messages = 0 if bucket.is_packed else sum(parameter.num_messages for parameter in parameters)
-    return channel.seconds(sum(parameter.num_bytes for parameter in parameters), num_messages)
+def gather_seconds(chain: Chain, gather: ChainGather, channel: Channel) -> float:
+    items = chain.items[gather.begin : gather.end]
+    num_messages = 0 if gather.is_packed else sum(item.num_messages for item in items)
+    return channel.seconds(sum(item.num_bytes for item in items), num_messages)
 
 
-def _lives(chain: Chain, plan: Plan) -> Iterator[tuple[int, int, int]]:
+def _lives(chain: Chain, plan: ChainPlan) -> Iterator[tuple[int, int, int]]:
     """Bytes, and the first and last step during which they are in memory."""
-    for bucket in plan.buckets:
-        unpacked = chain.parameters[bucket.end - 1].first
-        for parameter in chain.parameters[bucket.begin : bucket.end]:
-            if bucket.is_packed:
-                yield parameter.num_bytes, bucket.start, unpacked
-                yield parameter.num_bytes, parameter.first, parameter.last
+    for gather in plan.gathers:
+        unpacked = chain.items[gather.end - 1].first
+        for item in chain.items[gather.begin : gather.end]:
+            if gather.is_packed:
+                yield item.num_bytes, gather.start, unpacked
+                yield item.num_bytes, item.first, item.last
             else:
-                yield parameter.num_bytes, bucket.start, parameter.last
+                yield item.num_bytes, gather.start, item.last
 
 
 def _in_memory(chain: Chain, lives: Iterable[tuple[int, int, int]]) -> list[int]:
@@ -214,12 +214,12 @@ def _in_memory(chain: Chain, lives: Iterable[tuple[int, int, int]]) -> list[int]
     return [held + live for held, live in zip(chain.held, accumulate(change), strict=False)]
 
 
-def plain_plan(chain: Chain, ends: Sequence[int], *, depth: int = 1, is_packed: bool = False) -> Plan:
-    """One bucket per unit, started just before the unit `depth` before it is first used.
+def plain_plan(chain: Chain, ends: Sequence[int], *, depth: int = 1, is_packed: bool = False) -> ChainPlan:
+    """One gather per unit, started just before the unit `depth` before it is first used.
 
     Args:
-        ends: for each unit the index after its last parameter; the last one is the number of parameters.
+        ends: for each unit the index after its last item; the last one is the number of items.
     """
     begins = [0, *ends[:-1]]
-    starts = [chain.parameters[begins[max(0, unit - depth)]].first for unit in range(len(begins))]
-    return Plan(tuple(Bucket(*bucket, is_packed) for bucket in zip(begins, ends, starts, strict=True)))
+    starts = [chain.items[begins[max(0, unit - depth)]].first for unit in range(len(begins))]
+    return ChainPlan(tuple(ChainGather(*gather, is_packed) for gather in zip(begins, ends, starts, strict=True)))

@@ -1,11 +1,11 @@
-"""Planning: the fastest way to gather the parameters of a chain within a limit of bytes.
+"""Planning: the fastest way to gather the items of a chain within a limit of bytes.
 
 Two facts make the search exact:
 
-* What is started by a step is a prefix of the parameters. A limit is therefore a bound on that prefix, step by step,
-  and how early a bucket can start depends on where it ends, not on when the others start. Nothing is done sooner when
-  a collective starts later, so every bucket starts as early as it fits.
-* What remains, where to cut and how to send, is dynamic programming over the boundaries. All that later buckets see of
+* What is started by a step is a prefix of the items. A limit is therefore a bound on that prefix, step by step,
+  and how early a gather can start depends on where it ends, not on when the others start. Nothing is done sooner when
+  a collective starts later, so every gather starts as early as it fits.
+* What remains, where to cut and how to send, is dynamic programming over the boundaries. All that later gathers see of
   earlier ones is when compute gets there and when a collective can begin; of two states the one that is no sooner in
   anything goes.
 
@@ -28,7 +28,7 @@ from operator import add, itemgetter, le, sub
 from typing import NamedTuple
 
 from ..errors import ConfigError
-from .chains import Bucket, Chain, Channel, Clock, Outcome, Plan, evaluate, plain_plan, seconds_of
+from .chains import Chain, ChainClock, ChainGather, ChainPlan, Channel, Outcome, evaluate, gather_seconds, plain_plan
 
 NEGLIGIBLE = 1e-11
 """What rounding may do to a sum of seconds, relative to it."""
@@ -41,23 +41,23 @@ def best_plan(
     limit: int | None = None,
     ends: Sequence[int] | None = None,
     forms: Sequence[bool] = (False, True),
-) -> Plan:
+) -> ChainPlan:
     """The plan that takes least time; of those tried that take as little, the one with the lowest peak.
 
-    Exact for chains up to 8 parameters. For longer ones the search keeps to what is likely (see `_Breadth`), and its
-    time grows with the number of parameters.
+    Exact for chains up to 8 items. For longer ones the search keeps to what is likely (see `_Breadth`), and its
+    time grows with the number of items.
 
     Args:
         limit: most bytes in memory during any step; None for no limit.
         ends: of units, as in `plain_plan`. The result is never slower than their plain plans that fit.
-        forms: whether buckets may be packed, and not.
+        forms: whether gathers may be packed, and not.
 
     Raises:
         ConfigError: no plan fits.
     """
     if limit is not None and (missing := chain.lowest_peak - limit) > 0:
         raise ConfigError(
-            f"no plan fits into {limit:,} bytes: {chain.lowest_peak:,} are in use at once even if every parameter is "
+            f"no plan fits into {limit:,} bytes: {chain.lowest_peak:,} are in use at once even if every item is "
             f"gathered just before its first use and freed after its last; {missing:,} are missing. Raise the limit, "
             "or lower what is in memory anyway: a smaller batch, more recomputation"
         )
@@ -72,7 +72,7 @@ def best_plan(
 
 def front(
     chain: Chain, channel: Channel, *, limit: int | None = None, ends: Sequence[int] | None = None, resolution: int = 1
-) -> list[tuple[Outcome, Plan]]:
+) -> list[tuple[Outcome, ChainPlan]]:
     """Plans from the fastest to the one with the lowest peak: none is slower than another with as high a peak.
 
     Args:
@@ -82,7 +82,7 @@ def front(
     Raises:
         ConfigError: no plan fits.
     """
-    found: list[tuple[Outcome, Plan]] = []
+    found: list[tuple[Outcome, ChainPlan]] = []
     while True:
         plan = best_plan(chain, channel, limit=limit, ends=ends)
         outcome = evaluate(chain, plan, channel)
@@ -94,45 +94,45 @@ def front(
         limit = max(outcome.peak - resolution, chain.lowest_peak)
 
 
-def _delayed(chain: Chain, plan: Plan, channel: Channel) -> Plan:
+def _delayed(chain: Chain, plan: ChainPlan, channel: Channel) -> ChainPlan:
     """The plan with every start as late as costs nothing.
 
     One sweep from the end: `deadline` is when compute has to be at a position for the plan to take no longer than it
     does. What comes before a position is as in the plan until it is moved, and once it is, the deadline has been told
     of all the starts after it. Times on the channel leave reductions out, as in `_Search`.
     """
-    clock, reduced = Clock(chain, plan, channel), chain.reduced
+    clock, reduced = ChainClock(chain, plan, channel), chain.reduced
     arrivals = _Arrivals.of(chain, plan, channel, clock.reached)
     deadline = max(clock.free, clock.reached[-1]) * (1 - NEGLIGIBLE)
     begins = free = deadline - reduced[-1]  # of the channel: for the next gather, and for the next reduction
     launches = [math.inf] * len(reduced)  # the same for the gathers started at a position
-    buckets, start = list(plan.buckets), len(chain.seconds)
-    index, parameter = len(buckets) - 1, len(chain.parameters) - 1
+    gathers, start = list(plan.gathers), len(chain.seconds)
+    index, item = len(gathers) - 1, len(chain.items) - 1
     for step in reversed(range(len(chain.seconds))):
         free = min(free, launches[step + 1])
         if reduced[step] < reduced[step + 1]:
             deadline = min(deadline, free + reduced[step])
         deadline -= chain.seconds[step]
-        while parameter >= 0 and chain.parameters[parameter].first == step:
-            if buckets[index].is_packed:
-                deadline -= chain.parameters[parameter].num_bytes / channel.copy_bandwidth
-            if parameter == buckets[index].begin:
+        while item >= 0 and chain.items[item].first == step:
+            if gathers[index].is_packed:
+                deadline -= chain.items[item].num_bytes / channel.copy_bandwidth
+            if item == gathers[index].begin:
                 start = arrivals.latest_start(index, min(step, start), deadline, begins)
-                buckets[index] = dataclasses.replace(buckets[index], start=start)
+                gathers[index] = dataclasses.replace(gathers[index], start=start)
                 begins = min(deadline - reduced[start], begins) - arrivals.gathers[index]
                 launches[start] = min(launches[start], begins)
                 index -= 1
-            parameter -= 1
+            item -= 1
         deadline = min(deadline, launches[step] + reduced[step])
-    return Plan(tuple(buckets))
+    return ChainPlan(tuple(gathers))
 
 
 class _Arrivals(NamedTuple):
     """When a plan's collectives are done, in time on the channel.
 
     Attributes:
-        starts, gathers: of its buckets, the positions and the seconds.
-        done: done[i] is when the buckets before the i-th are.
+        starts, gathers: of its gathers, the positions and the seconds.
+        done: done[i] is when the gathers before the i-th are.
         reached: when compute is at a position.
         clear: when the reductions before a position are done, and compute is there.
         reduced: seconds of those reductions.
@@ -146,18 +146,18 @@ class _Arrivals(NamedTuple):
     reduced: Sequence[float]
 
     @classmethod
-    def of(cls, chain: Chain, plan: Plan, channel: Channel, reached: Sequence[float]) -> _Arrivals:
-        starts = [bucket.start for bucket in plan.buckets]
-        gathers = [seconds_of(chain, bucket, channel) for bucket in plan.buckets]
+    def of(cls, chain: Chain, plan: ChainPlan, channel: Channel, reached: Sequence[float]) -> _Arrivals:
+        starts = [gather.start for gather in plan.gathers]
+        gathers = [gather_seconds(chain, gather, channel) for gather in plan.gathers]
         reduced = chain.reduced
         clear = list(accumulate(map(sub, reached, [0.0, *reduced]), max))
         done = accumulate(zip(starts, gathers, strict=True), lambda d, b: max(d, clear[b[0]]) + b[1], initial=0.0)
         return cls(starts, gathers, list(done), list(map(sub, reached, reduced)), clear, reduced)
 
     def latest_start(self, index: int, start: int, deadline: float, begins: float) -> int:
-        """The last position up to `start` at which a bucket could start, and be there when compute and channel go on.
+        """The last position up to `start` at which a gather could start, and be there when compute and channel go on.
 
-        Reductions that it is moved past are then before it on the channel, as are the buckets before it.
+        Reductions that it is moved past are then before it on the channel, as are the gathers before it.
         """
         first = self.starts[index]
         while start > first:
@@ -194,9 +194,9 @@ class _Breadth(NamedTuple):
 
     Attributes:
         states: most states that are kept at a boundary.
-        length: most parameters of a bucket.
-        ahead: most parameters that a bucket's end is ahead of compute when it starts, in the search. The plan that is
-            found starts its buckets as early as they fit.
+        length: most items of a gather.
+        ahead: most items that a gather's end is ahead of compute when it starts, in the search. The plan that is
+            found starts its gathers as early as they fit.
     """
 
     states: int
@@ -211,16 +211,16 @@ class _Breadth(NamedTuple):
 
 
 class _State(NamedTuple):
-    """A way to gather all parameters before a boundary.
+    """A way to gather all items before a boundary.
 
     Attributes:
-        now: seconds at which compute is done with the steps before the first use of the parameter at the boundary.
+        now: seconds at which compute is done with the steps before the first use of the item at the boundary.
         free: the time on the channel at which it is done with everything so far, or compute is, if that is later.
-        launches: launches[i] is the time on the channel at which the collective of the next bucket can begin if it has
-            i + 1 parameters; what it lacks does not fit. Of more parameters, more is in memory, so they start later.
+        launches: launches[i] is the time on the channel at which the collective of the next gather can begin if it has
+            i + 1 items; what it lacks does not fit. Of more items, more is in memory, so they start later.
         reduced: reduced[i] is the seconds of the reductions before that collective.
-        unpacking: bytes in buffers or copies, beyond the parameters themselves, during the step of that first use.
-        bucket: the last one, with no start yet; none at the beginning.
+        unpacking: bytes in buffers or copies, beyond the items themselves, during the step of that first use.
+        gather: the last one, with no start yet; none at the beginning.
     """
 
     now: float
@@ -228,7 +228,7 @@ class _State(NamedTuple):
     launches: tuple[float, ...]
     reduced: tuple[float, ...]
     unpacking: int
-    bucket: Bucket | None
+    gather: ChainGather | None
     before: _State | None
 
     def is_no_worse(self, other: _State) -> bool:
@@ -242,25 +242,25 @@ class _State(NamedTuple):
         )
 
 
-class _Step(NamedTuple):
-    """One more bucket.
+class _Extension(NamedTuple):
+    """One more gather.
 
     Attributes:
-        bucket: with no start yet.
+        gather: with no start yet.
         collective: seconds.
-        compute: seconds from when the bucket is there to the next boundary.
+        compute: seconds from when the gather is there to the next boundary.
         spare: bytes of room that it leaves during the step of its first use.
     """
 
-    bucket: Bucket
+    gather: ChainGather
     collective: float
     compute: float
     spare: float
 
     def candidates(self, states: Iterable[_State]) -> Iterator[_Candidate]:
-        """The states after which the bucket fits, each with this step."""
-        bucket, collective, compute, spare = self
-        index = bucket.end - bucket.begin - 1
+        """The states after which the gather fits, each with this step."""
+        gather, collective, compute, spare = self
+        index = gather.end - gather.begin - 1
         for state in states:  # most of the time of the search is spent here
             now, _, launches, reduced, unpacking, _, _ = state
             if index < len(launches) and unpacking <= spare:
@@ -270,7 +270,7 @@ class _Step(NamedTuple):
                 yield arrival + compute, done, arrival, state, self
 
 
-_Candidate = tuple[float, float, float, _State, _Step]
+_Candidate = tuple[float, float, float, _State, _Extension]
 """A state and what may follow: seconds of the state that the step leads to; the time on the channel at which the
 collective is done; seconds at which compute has waited for it; the state before; the step."""
 
@@ -280,41 +280,41 @@ class _Search:
 
     def __init__(self, chain: Chain, channel: Channel, limit: int | None, forms: Sequence[bool]) -> None:
         self.chain, self.channel, self.forms = chain, channel, forms
-        self.length = len(chain.parameters)
+        self.length = len(chain.items)
         self.breadth = _Breadth.for_chain(self.length)
-        self.first = [parameter.first for parameter in chain.parameters]
+        self.first = [item.first for item in chain.items]
         self.position = [*self.first, len(chain.seconds)]  # of compute, at a boundary
-        self.num_bytes = [0, *accumulate(parameter.num_bytes for parameter in chain.parameters)]  # before a boundary
-        self.num_messages = [0, *accumulate(parameter.num_messages for parameter in chain.parameters)]
+        self.num_bytes = [0, *accumulate(item.num_bytes for item in chain.items)]  # before a boundary
+        self.num_messages = [0, *accumulate(item.num_messages for item in chain.items)]
         self.same_kind = self._ends_of_kinds()
         self.used = [bisect_right(self.first, step) for step in range(len(chain.seconds))]  # so many by each step
         self.clock = [0.0, *accumulate(chain.seconds)]  # of compute that waits for nothing
         self.reduced = chain.reduced
         self.clear = {is_packed: self._clear(is_packed) for is_packed in (False, True)}
         self.room = self._rooms(math.inf if limit is None else limit)
-        # How early a bucket can start if nothing else is in memory, by its end.
+        # How early a gather can start if nothing else is in memory, by its end.
         ahead = self.breadth.ahead
         starts = [0, *self._starts(range(1, self.length + 1), self.room)]
         bounds = [self.first[end - ahead] if end > ahead else 0 for end in range(self.length + 1)]
         self.earliest = list(map(max, starts, bounds))
 
     def _ends_of_kinds(self) -> list[int]:
-        """For every parameter the first one after it that is of another kind, or the number of parameters."""
+        """For every item the first one after it that is of another kind, or the number of items."""
         ends = [self.length] * self.length
         for index in reversed(range(self.length - 1)):
-            is_same = self.chain.parameters[index].kind == self.chain.parameters[index + 1].kind
+            is_same = self.chain.items[index].kind == self.chain.items[index + 1].kind
             ends[index] = ends[index + 1] if is_same else index + 1
         return ends
 
     def _rooms(self, limit: float) -> list[float]:
-        """Bytes of the first parameters that fit, at each step; those that are not needed any more take none."""
+        """Bytes of the first items that fit, at each step; those that are not needed any more take none."""
         freed = [0] * (len(self.chain.held) + 1)
-        for parameter in self.chain.parameters:
-            freed[parameter.last + 1] += parameter.num_bytes
+        for item in self.chain.items:
+            freed[item.last + 1] += item.num_bytes
         return [limit - held + free for held, free in zip(self.chain.held, accumulate(freed), strict=False)]
 
     def _starts(self, ends: Iterable[int], rooms: Sequence[float]) -> list[int]:
-        """The first position at which a bucket can start, and fit up to the first use of its last parameter.
+        """The first position at which a gather can start, and fit up to the first use of its last item.
 
         Later steps need no look: what is in use by then is in memory in any plan.
         """
@@ -326,19 +326,19 @@ class _Search:
             starts.append(lows.last_below(self.num_bytes[end]) + 1)
         return starts
 
-    def plan(self) -> Plan:
-        """The fastest plan found, every bucket started as early as it fits."""
+    def plan(self) -> ChainPlan:
+        """The fastest plan found, every gather started as early as it fits."""
         if not self.length:
-            return Plan(())
+            return ChainPlan(())
         states = [self._first_state()]
         candidates: list[list[_Candidate]] = [[] for _ in range(self.length + 1)]
         for boundary in range(self.length):
             for step in self._steps(boundary):
-                candidates[step.bucket.end] += step.candidates(states)
+                candidates[step.gather.end] += step.candidates(states)
             states = self._best(boundary + 1, candidates[boundary + 1])
             candidates[boundary + 1] = []
-        if not states:  # all buckets packed, which are in memory twice for a while
-            raise ConfigError("no plan fits into the limit without messages of single parameters")
+        if not states:  # all gathers packed, which are in memory twice for a while
+            raise ConfigError("no plan fits into the limit without messages of single items")
         return self._traced(min(states, key=lambda state: state.free))
 
     def _first_state(self) -> _State:
@@ -348,51 +348,51 @@ class _Search:
         return _State(self.clock[first], free, launches, tuple(self.reduced[start] for start in starts), 0, None, None)
 
     def _reach(self, boundary: int) -> int:
-        """The last parameter, plus one, that can be gathered when compute is at the boundary."""
+        """The last item, plus one, that can be gathered when compute is at the boundary."""
         return bisect_right(self.earliest, self.position[boundary]) - 1
 
-    def _steps(self, begin: int) -> Iterator[_Step]:
-        """All buckets that can begin here."""
+    def _steps(self, begin: int) -> Iterator[_Extension]:
+        """All gathers that can begin here."""
         first = self.first[begin]
         ends = range(begin + 1, min(begin + self.breadth.length, self._reach(begin), self.same_kind[begin]) + 1)
         for is_packed in self.forms:
             least, seen = math.inf, first
             for end in ends:
-                bucket = Bucket(begin, end, -1, is_packed)
+                gather = ChainGather(begin, end, -1, is_packed)
                 if is_packed:
-                    # The step that the last bucket ended at is seen again: this one may have more to unpack there.
+                    # The step that the last gather ended at is seen again: this one may have more to unpack there.
                     steps = range(seen, self.first[end - 1] + 1)
-                    least = min(least, *(self.room[step] - self._unpacking(bucket, step) for step in steps))
+                    least = min(least, *(self.room[step] - self._unpacking(gather, step) for step in steps))
                     seen = self.first[end - 1]
                 if least < self.num_bytes[end]:
                     break
                 num_messages = 0 if is_packed else self.num_messages[end] - self.num_messages[begin]
                 collective = self.channel.seconds(self._bytes(begin, end), num_messages)
-                spare = self.room[first] - self._unpacking(bucket, first) - self.num_bytes[end]
-                compute = self.clock[self.position[end]] - self.clock[first] + self._copies(bucket, begin, end)
-                yield _Step(bucket, collective, compute, spare)
+                spare = self.room[first] - self._unpacking(gather, first) - self.num_bytes[end]
+                compute = self.clock[self.position[end]] - self.clock[first] + self._copies(gather, begin, end)
+                yield _Extension(gather, collective, compute, spare)
 
-    def _unpacking(self, bucket: Bucket, step: int) -> int:
+    def _unpacking(self, gather: ChainGather, step: int) -> int:
         """Bytes that are in memory twice, or still in the buffer when they are no longer needed, during the step."""
-        return self._bytes(bucket.begin, min(bucket.end, self.used[step])) if bucket.is_packed else 0
+        return self._bytes(gather.begin, min(gather.end, self.used[step])) if gather.is_packed else 0
 
     def _state(self, candidate: _Candidate) -> _State:
         """What the candidate leads to."""
-        now, done, arrival, before, (bucket, *_) = candidate
-        begin, end, first = bucket.begin, bucket.end, self.first[bucket.begin]
-        last, unpacking = self.first[end - 1] if bucket.is_packed else first, 0
+        now, done, arrival, before, (gather, *_) = candidate
+        begin, end, first = gather.begin, gather.end, self.first[gather.begin]
+        last, unpacking = self.first[end - 1] if gather.is_packed else first, 0
         lows = _Lows()
         for step in range(first, last + 1):
-            unpacking = self._unpacking(bucket, step) + (before.unpacking if step == first else 0)
+            unpacking = self._unpacking(gather, step) + (before.unpacking if step == first else 0)
             lows.add(step, self.room[step] - unpacking)
-        # Buckets that end before `changed` have room during all of these steps, and could start earlier. The others
-        # start in between, at a position that compute reaches after it has waited for this bucket.
+        # Gathers that end before `changed` have room during all of these steps, and could start earlier. The others
+        # start in between, at a position that compute reaches after it has waited for this gather.
         reach, boundary = self._reach(end), self.position[end]
         changed = min(bisect_right(self.earliest, first), bisect_right(self.num_bytes, lows.rooms[0]), reach + 1)
         kept = slice(end - begin, changed - begin - 1)
         launches, reduced = [max(done, launch) for launch in before.launches[kept]], list(before.reduced[kept])
-        free, passed, clear = max(done, before.free), first, self.clear[bucket.is_packed]
-        delay = arrival - self.clock[first] - self._copies(bucket, 0, begin)
+        free, passed, clear = max(done, before.free), first, self.clear[gather.is_packed]
+        delay = arrival - self.clock[first] - self._copies(gather, 0, begin)
         for later in range(max(changed, end + 1), reach + 1):
             start = max(self.earliest[later], lows.last_below(self.num_bytes[later]) + 1)
             if start > boundary:
@@ -402,18 +402,18 @@ class _Search:
             reduced.append(self.reduced[start])
         free = max(free, delay + max(clear[passed:boundary], default=-math.inf), now - self.reduced[boundary])
         unpacking = unpacking if last == boundary else 0
-        return _State(now, free, tuple(launches), tuple(reduced), unpacking, bucket, before)
+        return _State(now, free, tuple(launches), tuple(reduced), unpacking, gather, before)
 
     def _bytes(self, begin: int, end: int) -> int:
         return self.num_bytes[end] - self.num_bytes[begin]
 
-    def _copies(self, bucket: Bucket, begin: int, end: int) -> float:
-        """Seconds of copying out these parameters, if they are sent as the bucket is."""
-        return self._bytes(begin, end) / self.channel.copy_bandwidth if bucket.is_packed else 0.0
+    def _copies(self, gather: ChainGather, begin: int, end: int) -> float:
+        """Seconds of copying out these items, if they are sent as the gather is."""
+        return self._bytes(begin, end) / self.channel.copy_bandwidth if gather.is_packed else 0.0
 
     def _clear(self, is_packed: bool) -> list[float]:
         """For each step, the time on the channel at which it is done with the reductions up to there, if compute, which
-        waits for nothing, copies all parameters or none, and the channel does nothing else.
+        waits for nothing, copies all items or none, and the channel does nothing else.
         """
         copied = [self.num_bytes[used] / self.channel.copy_bandwidth if is_packed else 0.0 for used in self.used]
         return list(map(sub, map(add, self.clock[1:], copied), self.reduced))
@@ -449,16 +449,16 @@ class _Search:
         rest = sorted(set(range(len(frontier))) - best, key=bounds.__getitem__)
         return [frontier[index] for index in [*sorted(best), *rest[: most - len(best)]]]
 
-    def _traced(self, state: _State) -> Plan:
+    def _traced(self, state: _State) -> ChainPlan:
         """The plan that leads to the state."""
-        buckets: list[Bucket] = []
-        while state.bucket is not None and state.before is not None:
-            buckets.append(state.bucket)
+        gathers: list[ChainGather] = []
+        while state.gather is not None and state.before is not None:
+            gathers.append(state.gather)
             state = state.before
-        buckets.reverse()
+        gathers.reverse()
         rooms = list(self.room)
-        for bucket in buckets:
-            for step in range(self.first[bucket.begin], self.first[bucket.end - 1] + 1):
-                rooms[step] -= self._unpacking(bucket, step)
-        starts = self._starts([bucket.end for bucket in buckets], rooms)
-        return Plan(tuple(dataclasses.replace(b, start=start) for b, start in zip(buckets, starts, strict=True)))
+        for gather in gathers:
+            for step in range(self.first[gather.begin], self.first[gather.end - 1] + 1):
+                rooms[step] -= self._unpacking(gather, step)
+        starts = self._starts([gather.end for gather in gathers], rooms)
+        return ChainPlan(tuple(dataclasses.replace(b, start=start) for b, start in zip(gathers, starts, strict=True)))

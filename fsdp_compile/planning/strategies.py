@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..layout.options import OffloadConfig
 from ..runtime.agreement import Line, agreement_of
-from .scheduling import Goal
+from .step_plans import Goal
 
 Auto = Literal["auto"]
 WorldSize = int | tuple[int, int]

@@ -119,7 +119,7 @@ class Visit:
         return f"{self.place.text}, for {source}" if source else self.place.text
 
 
-class _Step(NamedTuple):
+class _Entry(NamedTuple):
     number: int
     chain: int
     visit: Visit
@@ -147,7 +147,7 @@ class Track:
     def __init__(self, rank: int, replace: Callable[[str, str], str]) -> None:
         """`replace` (expected, value) writes what is said by one rank of the group, as `compare_set` of a store."""
         self._rank, self._replace = rank, replace
-        self._steps: deque[_Step] = deque(maxlen=_KEPT)
+        self._steps: deque[_Entry] = deque(maxlen=_KEPT)
         self._number = self._chain = 0
         self._number_seen = self._number_compared = 0
         self._said = ""
@@ -155,7 +155,7 @@ class Track:
     def come_to(self, visit: Visit) -> None:
         """Note that this rank begins what is at a place."""
         self._chain = chained(self._chain, visit.place.digest)
-        self._steps.append(_Step(self._number + 1, self._chain, visit))
+        self._steps.append(_Entry(self._number + 1, self._chain, visit))
         self._number += 1
 
     def difference(self) -> str | None:
@@ -177,7 +177,7 @@ class Track:
                 return None
             self._said = self._replace(self._said, ours)
 
-    def _difference_from(self, said: _Said, steps: list[_Step]) -> str | None:
+    def _difference_from(self, said: _Said, steps: list[_Entry]) -> str | None:
         step_of_number = {step.number: step for step in steps}
         for number, chain, text in said.steps:
             ours = step_of_number.get(number)

@@ -13,7 +13,7 @@ from fsdp_compile import ConfigError, fsdp_compile, rewrite
 from fsdp_compile.costs import HARDWARE, Link
 from fsdp_compile.costs.predict import predict
 from fsdp_compile.passes import ops
-from fsdp_compile.planning.scheduling import MARGIN
+from fsdp_compile.planning.step_plans import MARGIN
 from tests.distributed.training import (
     adamw,
     assert_close,

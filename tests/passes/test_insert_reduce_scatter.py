@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from fsdp_compile.layout.options import Reduction
+from fsdp_compile.layout.options import GradientReduction
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.insert_reduce_scatter import InsertReduceScatter
 from tests.passes.tiny import Adapted, Chain, Normed, ScaleAndShift, Tempered, biased, rows, two_layers
@@ -246,7 +246,7 @@ backward(permute: f32[4,3], tangents_1: f32[3,4], tangents_2: f32[4])
 
     def test_gradients_are_averaged_or_summed(self):
         for reduction in ("avg", "sum"):
-            traced = trace(two_layers(), rows(), replicas=2, reduction=Reduction(reduction))
+            traced = trace(two_layers(), rows(), replicas=2, reduction=GradientReduction(reduction))
             graph = traced.after(InsertReduceScatter, "backward")
             nodes = [node for node in graph.gm.graph.nodes if ops.is_reduction(node)]
             self.assertEqual([ops.argument(node, "reduction") for node in nodes], 4 * [reduction])

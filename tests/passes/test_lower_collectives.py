@@ -3,7 +3,7 @@ from torch import nn
 
 from fsdp_compile.compiler.capture import Capture
 from fsdp_compile.layout.buckets import Placement, lay_out
-from fsdp_compile.layout.options import Reduction
+from fsdp_compile.layout.options import GradientReduction
 from fsdp_compile.layout.units import find_units
 from fsdp_compile.module.reading import reading_copy
 from fsdp_compile.passes import ops
@@ -247,7 +247,7 @@ def shard_of_rank(parameters, layout, rank):
 
 
 def layouts_of(model, world_size):
-    return lay_out(find_units(model, "auto"), Placement(axes_of(world_size), Reduction()))
+    return lay_out(find_units(model, "auto"), Placement(axes_of(world_size), GradientReduction()))
 
 
 class TestLoweredLayout(Pictures):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile.layout.options import Reduction
+from fsdp_compile.layout.options import GradientReduction
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.delay_reduce_scatter_wait import DelayReduceScatterWait
 from fsdp_compile.passes.insert_reduce_scatter import InsertReduceScatter
@@ -251,7 +251,7 @@ backward(mid: f32[4], top: f32[8], primals_2: f32[3,4], mm: f32[3,4], mm_1: f32[
 class TestDivisor(Pictures):
     def test_the_sum_is_divided_in_the_dtype_of_the_shard(self):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        graph = trace(two_layers(), rows(), mp_policy=policy, replicas=2, reduction=Reduction("sum", 12.0))
+        graph = trace(two_layers(), rows(), mp_policy=policy, replicas=2, reduction=GradientReduction("sum", 12.0))
         graph = graph.after(DelayReduceScatterWait, "backward")
         self.assertExpectedInline(
             str(graph),

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from fsdp_compile.compiler.capture import capture_only
 from fsdp_compile.graphs import RewrittenGraphs
 from fsdp_compile.layout.buckets import NO_AXIS, Axes, Axis, Placement, lay_out
-from fsdp_compile.layout.options import Reduction
+from fsdp_compile.layout.options import GradientReduction
 from fsdp_compile.layout.precision import find_precision, install_casts
 from fsdp_compile.layout.units import find_units
 from fsdp_compile.module.reading import off_meta, reading_copy
@@ -27,7 +27,7 @@ from fsdp_compile.passes import ops
 from fsdp_compile.passes.pipeline import Pipeline
 from fsdp_compile.passes.printer import print_graph, print_schedule
 
-MEAN = Reduction()
+MEAN = GradientReduction()
 REDUCTION = 1, "", "avg", 1.0, None
 """What an operator of the dialect takes where gradients are averaged over one axis, in the dtype they have."""
 
@@ -86,7 +86,7 @@ def trace(
     world_size: int = 2,
     replicas: int = 1,
     policy: Any = "auto",
-    reduction: Reduction = MEAN,
+    reduction: GradientReduction = MEAN,
     mp_policy: Any = None,
     prepare: Callable[[nn.Module], None] = lambda reading: None,
     **options: Any,

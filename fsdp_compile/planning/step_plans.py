@@ -1,6 +1,6 @@
-"""Scheduling: the plan of a step, by what the cost model says of it, within a limit of bytes.
+"""Plans of steps: which is fastest by what the cost model says of it, within a limit of bytes.
 
-1. The graphs are rewritten once with every unit freed after the forward, and `steps.py` plans by what they say.
+1. The graphs are rewritten once with every unit freed after the forward; `chains_of_graphs.py` plans by what they say.
 2. Its best plan, and the best one that keeps all units, are rewritten and predicted in full, and so is what the user
    asked for without a plan. The fastest that fits is taken.
 3. Where memory is what limits it, all of this is done again for programs that save less and compute more.
@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..graphs import Draft
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
-from .steps import SAME, Estimate, Step
+from .chains_of_graphs import SAME, Estimate, StepChains
 
 MARGIN = 0.05
 """The part of a memory budget that plans leave: predictions of the peak are within so much of what is measured."""
@@ -116,18 +116,18 @@ class _Program:
     options: Options
     goal: Goal
 
-    def step(self, activations: float | None) -> Step:
+    def step(self, activations: float | None) -> StepChains:
         """What plans with this activation memory budget are made from."""
         graphs = self.draft(self.options.base, activations)
         options, goal = self.options, self.goal
-        return Step.of(graphs, goal.hardware, goal.compiler, forms=options.forms, fixed=options.fixed)
+        return StepChains.of(graphs, goal.hardware, goal.compiler, forms=options.forms, fixed=options.fixed)
 
     def found(self, plan: StepPlan | None) -> Found:
         """What the plan takes, predicted in full."""
         graphs = self.draft(self.options.pipeline(plan), plan.activations if plan else None)
         return Found(plan, predict(graphs, self.goal.hardware, compiler=self.goal.compiler))
 
-    def planned(self, step: Step, best: Estimate | None, activations: float | None) -> list[Found]:
+    def planned(self, step: StepChains, best: Estimate | None, activations: float | None) -> list[Found]:
         """Plans for these activations: one that fits if there is any, and what else may be faster.
 
         Args:
@@ -156,7 +156,7 @@ class _Program:
             if found.prediction.seconds * SAME >= seconds:
                 return
 
-    def _kept(self, step: Step, plan: StepPlan, limit: int) -> Iterator[Found]:
+    def _kept(self, step: StepChains, plan: StepPlan, limit: int) -> Iterator[Found]:
         """The best plan that keeps all units, if this one does not."""
         most = len(step.open_units)
         if len(plan.kept) < len(step.always_kept) + most and (other := step.with_kept(most, limit)):
@@ -169,7 +169,7 @@ class _Program:
                 yield self.found(dataclasses.replace(found.plan, forward=(), backward=()))
 
 
-def _is_short(step: Step, best: Estimate | None, candidates: Sequence[Found], goal: Goal) -> bool:
+def _is_short(step: StepChains, best: Estimate | None, candidates: Sequence[Found], goal: Goal) -> bool:
     """Whether there would be a faster plan with more memory; `best` is within the limit."""
     if best is None or not any(found.peak <= goal.limit for found in candidates):
         return True

@@ -30,7 +30,7 @@ from ..graphs import RewrittenGraphs
 from ..passes import ops
 from ..passes.plan import Gather, StepPlan
 from ..passes.prefetch_all_gather import first_uses
-from .chains import Chain, Channel, Parameter, Plan, Reduction, evaluate
+from .chains import Chain, ChainPlan, Channel, Item, Reduction, evaluate
 from .search import best_plan
 
 SAME = 1.001
@@ -50,7 +50,7 @@ class Estimate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepChains:
     """What a plan is made from: both directions (one, without gradients), what gathers cost, and what is open.
 
     Attributes:
@@ -60,8 +60,8 @@ class Step:
         open_units: units that may, from the one that the backward uses first.
     """
 
-    forward: _Side
-    backward: _Side | None
+    forward: _Direction
+    backward: _Direction | None
     channel: Channel
     compute: float
     forms: Sequence[bool]
@@ -77,7 +77,7 @@ class Step:
         *,
         forms: Sequence[bool],
         fixed: Mapping[str, bool],
-    ) -> Step:
+    ) -> StepChains:
         """The step of graphs that free every unit.
 
         Args:
@@ -86,9 +86,9 @@ class Step:
         prediction = predict(graphs, hardware, compiler=compiler)
         work, rings = prediction.work, rings_of(prediction.work, hardware)
 
-        def side_of(part: WorkOfGraph) -> _Side:
+        def side_of(part: WorkOfGraph) -> _Direction:
             moments = [moment for moment in prediction.memory.moments if moment.side == part.title]
-            return _Side.of(part, moments, rings, hardware)
+            return _Direction.of(part, moments, rings, hardware)
 
         backward = side_of(work.backward) if work.backward else None
         units = list(dict.fromkeys(atom.unit for atom in backward.atoms)) if backward else []
@@ -152,7 +152,7 @@ class Step:
         for side in (self.forward, self.backward):
             atoms = side.atoms if side else ()
             starts = side.starts if side else ()
-            sides.append(tuple(Gather((atom.bucket,), is_grouped, starts[atom.parameter.first]) for atom in atoms))
+            sides.append(tuple(Gather((atom.bucket,), is_grouped, starts[atom.item.first]) for atom in atoms))
         return StepPlan(tuple(self.always_kept), sides[0], sides[1], 0)
 
 
@@ -161,7 +161,7 @@ class _Atom:
     """A bucket that is gathered; what is planned as one."""
 
     bucket: str
-    parameter: Parameter
+    item: Item
 
     @property
     def unit(self) -> str:
@@ -169,7 +169,7 @@ class _Atom:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Side:
+class _Direction:
     """One direction: compute between the first uses of parameters.
 
     Attributes:
@@ -184,7 +184,9 @@ class _Side:
     reductions: Sequence[Reduction]
 
     @classmethod
-    def of(cls, work: WorkOfGraph, moments: Sequence[Moment], rings: Mapping[str, Ring], hardware: Hardware) -> _Side:
+    def of(
+        cls, work: WorkOfGraph, moments: Sequence[Moment], rings: Mapping[str, Ring], hardware: Hardware
+    ) -> _Direction:
         graph = work.graph
         begins: dict[torch.fx.Node, str | None] = {}
         for parameter, node in first_uses(graph).items():
@@ -202,7 +204,7 @@ class _Side:
         for moment in moments:
             step = step_of[moment.node]
             held[step] = max(held[step], moment.total - moment.held["gathered"])
-        atoms = sorted(_atoms(graph, step_of), key=lambda atom: atom.parameter.first)
+        atoms = sorted(_atoms(graph, step_of), key=lambda atom: atom.item.first)
         if twice := [bucket for bucket, count in Counter(atom.bucket for atom in atoms).items() if count > 1]:
             raise ConfigError(
                 f"hardware and memory_budget plan units by name, and two have the bucket {twice[0]}: shard the module "
@@ -219,24 +221,21 @@ class _Side:
     def chain(self, atoms: Sequence[_Atom], kept: Collection[str], *, is_forward: bool) -> Chain:
         """What is planned: `atoms`, where units in `kept` stay gathered between forward and backward."""
         last = len(self.seconds) - 1
-        held, parameters = list(self.held), [atom.parameter for atom in atoms]
+        held, items = list(self.held), [atom.item for atom in atoms]
         if is_forward:
-            parameters = [
-                dataclasses.replace(atom.parameter, last=last) if atom.unit in kept else atom.parameter
-                for atom in atoms
-            ]
+            items = [dataclasses.replace(atom.item, last=last) if atom.unit in kept else atom.item for atom in atoms]
         else:
             for atom in self.atoms:
                 if atom.unit in kept:
-                    for step in range(atom.parameter.last + 1):
-                        held[step] += atom.parameter.num_bytes
-        return Chain(self.seconds, held, parameters, self.reductions)
+                    for step in range(atom.item.last + 1):
+                        held[step] += atom.item.num_bytes
+        return Chain(self.seconds, held, items, self.reductions)
 
-    def gathers(self, atoms: Sequence[_Atom], plan: Plan) -> Iterator[Gather]:
+    def gathers(self, atoms: Sequence[_Atom], plan: ChainPlan) -> Iterator[Gather]:
         """The plan in the terms of the passes."""
-        for bucket in plan.buckets:
-            names = tuple(atom.bucket for atom in atoms[bucket.begin : bucket.end])
-            yield Gather(names, not bucket.is_packed, self.starts[bucket.start])
+        for gather in plan.gathers:
+            names = tuple(atom.bucket for atom in atoms[gather.begin : gather.end])
+            yield Gather(names, not gather.is_packed, self.starts[gather.start])
 
 
 def _atoms(graph: torch.fx.Graph, step_of: Mapping[torch.fx.Node, int]) -> Iterator[_Atom]:
@@ -249,7 +248,7 @@ def _atoms(graph: torch.fx.Graph, step_of: Mapping[torch.fx.Node, int]) -> Itera
         if ops.is_call(node, ops.ALL_GATHER):  # parts are kept of it, or it is one
             kind = bucket
         number = kinds.setdefault(kind, len(kinds))
-        yield _Atom(bucket, Parameter(num_bytes(value), step_of[wait], step_of[free], num_messages(node), number))
+        yield _Atom(bucket, Item(num_bytes(value), step_of[wait], step_of[free], num_messages(node), number))
 
 
 def _channel(work: Work, rings: Mapping[str, Ring], hardware: Hardware) -> Channel:
@@ -265,14 +264,16 @@ def _channel(work: Work, rings: Mapping[str, Ring], hardware: Hardware) -> Chann
     )
 
 
-def _search(chain: Chain, channel: Channel, forms: Sequence[bool], limit: int) -> Plan | None:
+def _search(chain: Chain, channel: Channel, forms: Sequence[bool], limit: int) -> ChainPlan | None:
     try:
-        return best_plan(chain, channel, limit=limit, ends=range(1, len(chain.parameters) + 1), forms=forms)
+        return best_plan(chain, channel, limit=limit, ends=range(1, len(chain.items) + 1), forms=forms)
     except ConfigError:
         return None
 
 
-def _leanest(chain: Chain, channel: Channel, search: Callable[[Chain], Plan | None], limit: int) -> Plan | None:
+def _leanest(
+    chain: Chain, channel: Channel, search: Callable[[Chain], ChainPlan | None], limit: int
+) -> ChainPlan | None:
     """Of the plans as fast as the fastest, one that gathers little at a time, even where there is room for more."""
     plan = search(chain)
     if plan is None:
