@@ -26,6 +26,7 @@ FROM_THE_TOP = (
     "module",
     "report",
     "compiler",
+    "options",
     "planning",
     "costs",
     "runtime",
@@ -33,6 +34,7 @@ FROM_THE_TOP = (
     "graphs",
     "dependence",
     "checks",
+    "environment",
     "errors",
     "passes",
 )

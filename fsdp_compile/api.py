@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,15 +15,14 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
 from .backend import CompileAs
-from .checks import check_bool, check_call, listed
 from .compiler.capture import capture_only, inductor_options
 from .compiler.options import CompileConfig
 from .costs.calibrate import calibrate
-from .costs.hardware import Hardware, find_hardware, hardware_of_gpu
+from .costs.hardware import Hardware, hardware_of_gpu
+from .environment import initialise_from_environment, local_world_size
 from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
 from .layout.buckets import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
-from .layout.options import GradientReduction, OffloadConfig, check_strategy
 from .layout.precision import find_precision, install_casts
 from .layout.units import Unit, find_units
 from .module.adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
@@ -42,17 +40,15 @@ from .module.sharding import (
     shard_parameters,
     sharding_of,
 )
+from .options import Options, taken, takes
 from .passes import ops
-from .passes.pipeline import Pass
-from .planning.options import ScheduleConfig, num_bytes_of
 from .planning.step_plans import Goal, Planner
 from .planning.strategies import (
-    Auto,
     Choice,
+    WorldSize,
     best_strategy,
     candidates,
     check_example_inputs,
-    check_open,
     first_ranks_choice,
     is_auto,
 )
@@ -63,33 +59,8 @@ from .runtime.wrappers import refuse_wrapped
 _MOST_RANKS = 2**31
 
 
-def fsdp_compile(
-    model: nn.Module,
-    mesh: DeviceMesh | None = None,
-    *,
-    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
-    auto_wrap_policy: Any = "auto",
-    sharding_strategy: ShardingStrategy | Auto = ShardingStrategy.FULL_SHARD,
-    reshard_after_forward: Any = None,
-    mp_policy: Any = None,
-    offload_policy: Any = None,
-    backward_prefetch: Any = "auto",
-    forward_prefetch: Any = "auto",
-    collective_lowering: str = "auto",
-    memory_budget: int | str | None = None,
-    hardware: Hardware | str | None = None,
-    example_inputs: Sequence[Any] | torch.Tensor | None = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    param_init_fn: Callable[[nn.Module], Any] | None = None,
-    sync_module_states: bool = True,
-    gradient_reduction: str | float = "mean",
-    check_gradients: bool = False,
-    passes: Sequence[Pass] = (),
-    backend: str = "inductor",
-    fullgraph: bool = False,
-    dynamic: bool | None = None,
-    options: dict[str, Any] | None = None,
-) -> nn.Module:
+@takes(Options, CompileConfig)
+def fsdp_compile(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: Any) -> nn.Module:
     """Shard `model` over the ranks and compile it, in place.
 
     Parameters become DTensors (`Shard(0)`) under their names; a call of the model runs compiled graphs that gather each
@@ -144,143 +115,33 @@ def fsdp_compile(
     Raises:
         ConfigError: an argument or the model asks for something that is not supported; the model is untouched.
     """
-    config = CompileConfig(backend, fullgraph, dynamic, inductor_options(options))
-    if memory_budget is not None:
-        config = dataclasses.replace(config, fullgraph=True)
-    shard(
-        model,
-        mesh,
-        process_group=process_group,
-        auto_wrap_policy=auto_wrap_policy,
-        sharding_strategy=sharding_strategy,
-        reshard_after_forward=reshard_after_forward,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
-        collective_lowering=collective_lowering,
-        memory_budget=memory_budget,
-        hardware=hardware,
-        example_inputs=example_inputs,
-        ignored_params=ignored_params,
-        param_init_fn=param_init_fn,
-        sync_module_states=sync_module_states,
-        gradient_reduction=gradient_reduction,
-        check_gradients=check_gradients,
-        passes=passes,
-    )
-    compile_as = CompileAs(config)
+    arguments["options"] = inductor_options(arguments.get("options"))
+    config, options = taken(CompileConfig, arguments), Options(**arguments)
+    _shard(model, mesh, options)
+    compile_as = CompileAs(config if options.memory_budget is None else dataclasses.replace(config, fullgraph=True))
     compile_as(model)
     sharding_of(model).compile = compile_as
     return model
 
 
-def shard(
-    model: nn.Module,
-    mesh: DeviceMesh | None = None,
-    *,
-    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
-    auto_wrap_policy: Any = "auto",
-    sharding_strategy: ShardingStrategy | Auto = ShardingStrategy.FULL_SHARD,
-    reshard_after_forward: Any = None,
-    mp_policy: Any = None,
-    offload_policy: Any = None,
-    backward_prefetch: Any = "auto",
-    forward_prefetch: Any = "auto",
-    collective_lowering: str = "auto",
-    memory_budget: int | str | None = None,
-    hardware: Hardware | str | None = None,
-    example_inputs: Sequence[Any] | torch.Tensor | None = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    param_init_fn: Callable[[nn.Module], Any] | None = None,
-    sync_module_states: bool = True,
-    gradient_reduction: str | float = "mean",
-    check_gradients: bool = False,
-    passes: Sequence[Pass] = (),
-) -> nn.Module:
+@takes(Options)
+def shard(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: Any) -> nn.Module:
     """Shard `model` in place, without compiling it: it runs in eager, one parameter gathered at a time.
 
     `torch.compile(model, backend="fsdp")` compiles it to the graphs that `fsdp_compile` makes. The arguments are those
     of `fsdp_compile`; the ones about the schedule take effect when the model is compiled.
     """
-    check_bool("sync_module_states", sync_module_states)
-    check_bool("check_gradients", check_gradients)
-    if param_init_fn is not None:
-        if not callable(param_init_fn) or isinstance(param_init_fn, type):
-            raise ConfigError(f"param_init_fn is a function that takes a module, not {param_init_fn!r}")
-        check_call("param_init_fn", param_init_fn, "module")
-    ignored_params = _ignored(ignored_params)
-    if isinstance(auto_wrap_policy, Iterator):  # several strategies may be tried
-        auto_wrap_policy = list(auto_wrap_policy)
+    return _shard(model, mesh, Options(**arguments))
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.Module:
+    check_example_inputs(options.sharding_strategy, options.example_inputs)
     reason = None
-    check_example_inputs(sharding_strategy, example_inputs)
-    if is_auto(sharding_strategy):
-        check_open(reshard_after_forward, OffloadConfig.of(offload_policy))
-        chosen = _choose(
-            model,
-            mesh,
-            process_group,
-            example_inputs,
-            memory_budget,
-            hardware,
-            auto_wrap_policy=auto_wrap_policy,
-            mp_policy=mp_policy,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            collective_lowering=collective_lowering,
-            ignored_params=ignored_params,
-            gradient_reduction=gradient_reduction,
-            passes=passes,
-        )
-        sharding_strategy, reason, hardware = chosen.strategy, chosen.reason, chosen.hardware
-        mesh, process_group = chosen.mesh, chosen.process_group
-    strategy = check_strategy(sharding_strategy)
-    schedule = ScheduleConfig.of(
-        strategy,
-        reshard_after_forward,
-        forward_prefetch,
-        backward_prefetch,
-        collective_lowering,
-        memory_budget,
-        None if hardware is None else find_hardware(hardware),
-        passes,
-        _poisons(),
-    )
-    reduction, offload = GradientReduction.of(gradient_reduction), OffloadConfig.of(offload_policy)
-    parameters = _check_model(model, ignored_params)
+    if options.is_auto:
+        mesh, options, reason = _choose(model, mesh, options)
+    decision = _on_ranks(model, mesh, decide(model, options))
     parts = sharded_parts(model)
-    units = find_units(model, auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
-    schedule.check_globs([unit.name for unit in units])
-    precision = find_precision(model, mp_policy, _modules_of(units, model))
-    device = device_of(parameters)
-    if mesh is None and process_group is None:
-        mesh = common_mesh(parts)
-        initialise_from_environment(device)
-    local_world_size = _local_world_size()
-    resolved = resolve_mesh(
-        mesh, process_group, device, strategy, is_offloaded=offload.is_on, local_world_size=local_world_size
-    )
-    if resolved is not None:
-        check_dense(model, set(parameters.values()))
-    schedule.reshard_of_unit([unit.name for unit in units], num_shards_of(resolved))
-    decision = Decision(
-        units,
-        parameters,
-        resolved,
-        strategy,
-        schedule,
-        reduction,
-        precision,
-        offload,
-        sync_module_states,
-        param_init_fn,
-        check_gradients,
-    )
-    check_mesh(parts, resolved)
-    if schedule.memory_budget is not None and schedule.hardware is None:
-        found = _hardware_at_hand(decision.compute_device, resolved, local_world_size)
-        decision = dataclasses.replace(decision, schedule=dataclasses.replace(schedule, hardware=found))
-    if (agreement := agreement_of(resolved)) is not None:
+    if (agreement := agreement_of(decision.mesh)) is not None:
         agreement.agree(statement_of_decision(decision))
     sharding = shard_parameters(model, decision)
     sharding.reason = reason
@@ -291,62 +152,76 @@ def shard(
     return model
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chosen:
-    """What "auto" became, as the arguments of `shard`, and why."""
-
-    strategy: ShardingStrategy
-    reason: str
-    mesh: DeviceMesh | None
-    process_group: Any
-    hardware: Hardware | str | None
+def decide(model: nn.Module, options: Options) -> Decision:
+    """How a model is to be sharded, on any ranks; ConfigError if it cannot be, or not by these options."""
+    parameters = _check_model(model, options.ignored)
+    units = find_units(model, options.auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
+    options.schedule.check_globs([unit.name for unit in units])
+    precision = find_precision(model, options.mp_policy, _modules_of(units, model))
+    return Decision(options, parameters, units, precision, options.schedule)
 
 
-def _choose(
-    model: nn.Module,
-    mesh: DeviceMesh | None,
-    process_group: Any,
-    example_inputs: Any,
-    memory_budget: int | str | None,
-    hardware: Hardware | str | None,
-    *,
-    ignored_params: list[nn.Parameter],
-    **options: Any,
-) -> _Chosen:
-    """Choose the strategy, on the first rank, for all. Every rank of the mesh calls this; `options` are `rewrite`'s."""
-    device = device_of(_check_model(model, ignored_params))
+def _on_ranks(model: nn.Module, mesh: DeviceMesh | None, decision: Decision) -> Decision:
+    """The decision for the ranks that there are. Every rank calls this; they may initialise the process group."""
+    options, parts, device = decision.options, sharded_parts(model), device_of(decision.parameters)
+    if mesh is None and options.process_group is None:
+        mesh = common_mesh(parts)
+        initialise_from_environment(device)
+    resolved = resolve_mesh(
+        mesh,
+        options.process_group,
+        device,
+        options.strategy,
+        is_offloaded=options.offload.is_on,
+        local_world_size=local_world_size(),
+    )
+    if resolved is not None:
+        check_dense(model, set(decision.parameters.values()))
+    decision.with_shards(num_shards_of(resolved))  # raises for a number that does not divide the ranks
+    check_mesh(parts, resolved)
+    decision = dataclasses.replace(decision, mesh=resolved)
+    schedule = decision.schedule
+    if schedule.memory_budget is not None and schedule.hardware is None:
+        hardware = _hardware_at_hand(decision.compute_device, resolved, local_world_size())
+        decision = dataclasses.replace(decision, schedule=dataclasses.replace(schedule, hardware=hardware))
+    return decision
+
+
+def _choose(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> tuple[DeviceMesh | None, Options, str]:
+    """Choose the strategy, on the first rank, for all. Every rank of the mesh calls this.
+
+    Returns:
+        The mesh, the options with what was chosen, and why.
+    """
+    device = device_of(_check_model(model, options.ignored))
     if parts := sharded_parts(model):
         raise ConfigError(f"sharding_strategy='auto' is for a whole model, and {next(iter(parts))} is sharded already")
-    goal_of = partial(Goal, memory_budget=num_bytes_of(memory_budget), compiler="inductor")
-    hardware = None if hardware is None else find_hardware(hardware)
-    is_given = mesh is not None or process_group is not None
+    hardware, is_given = options.schedule.hardware, mesh is not None or options.process_group is not None
     if not is_given:
         initialise_from_environment(device)
-    resolved = resolve_mesh(mesh, process_group, device, ShardingStrategy.FULL_SHARD)
+    resolved = resolve_mesh(mesh, options.process_group, device, ShardingStrategy.FULL_SHARD)
+    chosen = dataclasses.replace(options, sharding_strategy=ShardingStrategy.FULL_SHARD, example_inputs=None)
     if resolved is None:
-        reason = "a single rank shards nothing, by any strategy."
-        return _Chosen(ShardingStrategy.FULL_SHARD, reason, mesh, process_group, hardware)
+        return mesh, chosen, "a single rank shards nothing, by any strategy."
     if hardware is None:
-        hardware = _hardware_at_hand(compute_device(device, resolved), resolved, _local_world_size())
-    ranks_per_node = _local_world_size() or hardware.ranks_per_node
+        hardware = _hardware_at_hand(compute_device(device, resolved), resolved, local_world_size())
+    ranks_per_node = local_world_size() or hardware.ranks_per_node
     shape: Any = resolved.size() if resolved.ndim == 1 else tuple(resolved.shape)
-    rewrites = candidates(
-        partial(rewrite, model, *_inputs_on(device, example_inputs), ignored_params=ignored_params, **options),
-        shape,
-        goal_of(hardware),
-        None if is_given else ranks_per_node,
-    )
+    goal = Goal(hardware, options.schedule.memory_budget, "inductor")
+    inputs = _inputs_on(device, options.example_inputs)
+    rewrites = candidates(_rewriting(model, inputs, {}, chosen), shape, goal, None if is_given else ranks_per_node)
 
     def choose() -> Choice:
         try:
-            return best_strategy(rewrites, goal_of(hardware))
+            return best_strategy(rewrites, goal)
         except CaptureError as e:
             raise CaptureError(f"sharding_strategy='auto' calls the model with example_inputs: {e}") from e
 
     strategy, reason = first_ranks_choice(resolved, choose)
     if strategy is ShardingStrategy.HYBRID_SHARD:
         resolved = resolve_mesh(None, None, device, strategy, local_world_size=ranks_per_node)
-    return _Chosen(strategy, reason, resolved, None, hardware)
+    chosen = dataclasses.replace(chosen, sharding_strategy=strategy, hardware=hardware, process_group=None)
+    return resolved, chosen, reason
 
 
 def _inputs_on(device: torch.device, example_inputs: Any) -> tuple[Any, ...]:
@@ -355,18 +230,6 @@ def _inputs_on(device: torch.device, example_inputs: Any) -> tuple[Any, ...]:
     if device.type == "meta":  # it will be traced as for the CPU
         inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), inputs)
     return off_meta(inputs, "cpu" if device.type == "meta" else device)  # type: ignore[no-any-return]
-
-
-def _poisons() -> bool:
-    """Whether freed buffers are filled with NaN, a debug mode: FSDP_COMPILE_POISON=1 in the environment."""
-    value = os.environ.get("FSDP_COMPILE_POISON", "0")
-    if value not in ("0", "1"):
-        raise ConfigError(f"FSDP_COMPILE_POISON is 0 or 1, not {value!r}")
-    return value == "1"
-
-
-def _local_world_size() -> int | None:
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
 
 
 def _hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, ranks_per_node: int | None) -> Hardware:
@@ -379,24 +242,19 @@ def _hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, ranks_per_n
     return hardware
 
 
-def rewrite(
-    model: nn.Module,
-    *args: Any,
-    world_size: int | tuple[int, int],
-    auto_wrap_policy: Any = "auto",
-    sharding_strategy: ShardingStrategy | Auto = ShardingStrategy.FULL_SHARD,
-    reshard_after_forward: Any = None,
-    mp_policy: Any = None,
-    backward_prefetch: Any = "auto",
-    forward_prefetch: Any = "auto",
-    collective_lowering: str = "packed",
-    memory_budget: int | str | None = None,
-    hardware: Hardware | str | None = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    gradient_reduction: str | float = "mean",
-    passes: Sequence[Pass] = (),
-    **kwargs: Any,
-) -> RewrittenGraphs:
+_NOT_OF_GRAPHS = (
+    "process_group",
+    "offload_policy",
+    "example_inputs",
+    "param_init_fn",
+    "sync_module_states",
+    "check_gradients",
+)
+"""Options that decide about ranks and memory, not about graphs."""
+
+
+@takes(Options, without=_NOT_OF_GRAPHS, collective_lowering="packed")
+def rewrite(model: nn.Module, *args: Any, world_size: int | tuple[int, int], **kwargs: Any) -> RewrittenGraphs:
     """The graphs that a rank would compile for `model(*args, **kwargs)`.
 
     Nothing runs: no process group, no other process, no memory is touched. Model and inputs may be on the meta device,
@@ -410,72 +268,58 @@ def rewrite(
         ConfigError: as `fsdp_compile`.
         CaptureError: the call cannot be traced as one graph.
     """
-    found = None if hardware is None else find_hardware(hardware)
-    ignored_params = _ignored(ignored_params)
-    if isinstance(auto_wrap_policy, Iterator):  # several strategies may be tried
-        auto_wrap_policy = list(auto_wrap_policy)
-    if is_auto(collective_lowering) and found is None:
+    options = taken(Options, kwargs := {"collective_lowering": "packed", **kwargs}, _NOT_OF_GRAPHS)
+    hardware = options.schedule.hardware
+    if is_auto(options.collective_lowering) and hardware is None:
         raise ConfigError("collective_lowering='auto' depends on a process group: choose 'packed' or 'grouped'")
-    if memory_budget is not None and found is None:
+    if options.memory_budget is not None and hardware is None:
         raise ConfigError("memory_budget needs hardware= to plan for")
-    if is_auto(sharding_strategy):
-        if found is None:
-            raise ConfigError("sharding_strategy='auto' needs hardware= to choose for")
-        check_open(reshard_after_forward, OffloadConfig())
-        again = partial(
-            rewrite,
-            model,
-            *args,
-            auto_wrap_policy=auto_wrap_policy,
-            mp_policy=mp_policy,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            collective_lowering=collective_lowering,
-            ignored_params=ignored_params,
-            gradient_reduction=gradient_reduction,
-            passes=passes,
-            **kwargs,
-        )
-        goal = Goal(found, num_bytes_of(memory_budget), "inductor")
-        return best_strategy(candidates(again, world_size, goal, found.ranks_per_node), goal).graphs
-    strategy = check_strategy(sharding_strategy)
-    axes = _axes_of_size(world_size, strategy)
-    schedule = ScheduleConfig.of(
-        strategy,
-        reshard_after_forward,
-        forward_prefetch,
-        backward_prefetch,
-        collective_lowering,
-        memory_budget,
-        found,
-        passes,
-        _poisons(),
-    )
-    reduction = GradientReduction.of(gradient_reduction)
-    parameters = _check_model(model, ignored_params)
-    if parts := sharded_parts(model):
+    if not options.is_auto:
+        return _rewrite(model, args, kwargs, options, world_size)
+    if hardware is None:
+        raise ConfigError("sharding_strategy='auto' needs hardware= to choose for")
+    goal = Goal(hardware, options.schedule.memory_budget, "inductor")
+    rewriting = _rewriting(model, args, kwargs, options)
+    return best_strategy(candidates(rewriting, world_size, goal, hardware.ranks_per_node), goal).graphs
+
+
+def _rewriting(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Callable[..., RewrittenGraphs]:
+    """What rewrites a model for any strategy, number of ranks, and hardware, whose memory is the budget."""
+
+    def again(*, world_size: WorldSize, sharding_strategy: ShardingStrategy, hardware: Hardware) -> RewrittenGraphs:
+        found = dataclasses.replace(options, sharding_strategy=sharding_strategy, hardware=hardware, memory_budget=None)
+        return _rewrite(model, args, kwargs, found, world_size)
+
+    return again
+
+
+def _rewrite(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, world_size: object
+) -> RewrittenGraphs:
+    axes = _axes_of_size(world_size, options.strategy)
+    if isinstance(model, nn.Module) and (parts := sharded_parts(model)):
         raise ConfigError(
             f"rewrite takes a model that is not sharded, and {next(iter(parts))} is: look at its `graphs`"
         )
-    units = find_units(model, auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
-    names = [unit.name for unit in units]
-    schedule.check_globs(names)
-    precision = find_precision(model, mp_policy, _modules_of(units, model))
+    decision = decide(model, options)
     if axes.everyone.size > 1:
-        check_dense(model, set(parameters.values()))
-    placement = Placement(axes, reduction, precision.policy_of_parameter)
-    layouts = lay_out(units, placement) if axes.everyone.size > 1 else []
-    reshard = schedule.reshard_of_unit(names, axes.shards.size).values()
-    places = {size: ops.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
+        check_dense(model, set(decision.parameters.values()))
+    placement = Placement(axes, options.reduction, decision.precision.policy_of_parameter)
+    layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
+    reshard = decision.with_shards(axes.shards.size).values()
+    parts_of_size = {size: ops.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
     reading = reading_copy(model, layouts)
-    install_casts(reading, precision)
+    install_casts(reading, decision.precision)
     args, kwargs = off_meta((args, kwargs))
-    open_options = schedule, names, axes.shards.size, places, collective_lowering != "packed"
+    schedule, names = decision.schedule, [unit.name for unit in decision.units]
+    open_options = schedule, names, axes.shards.size, parts_of_size, schedule.collective_lowering != "packed"
     pipeline = partial(pipeline_of, *open_options)
-    if found is None:
+    if schedule.hardware is None:
         return capture_only(reading, args, kwargs, pipeline)
-    planner = Planner(options_of(*open_options), Goal(found, schedule.memory_budget, "inductor"), {}, _alone)
-    return capture_only(reading, args, kwargs, pipeline, planner.plan)
+    goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
+    return capture_only(reading, args, kwargs, pipeline, Planner(options_of(*open_options), goal, {}, _alone).plan)
 
 
 def _alone(program: str, make: Callable[[], str]) -> str:
@@ -490,10 +334,6 @@ def _axes_of_size(world_size: object, strategy: ShardingStrategy) -> Axes:
     if strategy is ShardingStrategy.NO_SHARD:
         return Axes(NO_AXIS, everyone, everyone)
     return Axes(Axis(sizes[1], "shard"), Axis(sizes[0], "replicate") if sizes[0] > 1 else NO_AXIS, everyone)
-
-
-def _ignored(ignored_params: object) -> list[nn.Parameter]:
-    return [] if ignored_params is None else listed("ignored_params", ignored_params, "parameters")
 
 
 def _check_model(model: object, ignored: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -522,10 +362,3 @@ def _modules_of(units: list[Unit], model: nn.Module) -> list[str]:
     """The names of the modules that are units."""
     names = {name for name, _ in model.named_modules()}
     return [unit.name for unit in units if unit.name in names and not unit.is_run]
-
-
-def initialise_from_environment(device: torch.device) -> None:
-    """Initialise the default process group if torchrun started several ranks and nobody has."""
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        on_cuda = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
-        dist.init_process_group("nccl" if on_cuda else "gloo")

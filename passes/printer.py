@@ -180,7 +180,7 @@ def _argument(value: Any, names: dict[torch.fx.Node, str]) -> str:
     return str(value)
 
 
-def held_bytes(node: torch.fx.Node) -> int | torch.SymInt:
+def num_bytes(node: torch.fx.Node) -> int | torch.SymInt:
     """Bytes of the tensor that `node` returns."""
     value = node.meta["val"]
     return value.numel() * value.element_size()  # type: ignore[no-any-return]
@@ -193,7 +193,7 @@ def print_schedule(gm: torch.fx.GraphModule, title: str = "forward") -> str:
     """
     names = display_names(gm.graph)
     buffers = set(insert_free.full_buffers(gm.graph))
-    alive: dict[torch.fx.Node, Any] = {node: held_bytes(node) for node in gm.graph.nodes if ops.kept_parameter(node)}
+    alive: dict[torch.fx.Node, Any] = {node: num_bytes(node) for node in gm.graph.nodes if ops.kept_parameter(node)}
     lines = [title]
     for node in gm.graph.nodes:
         if not _is_scheduled(node):
@@ -203,7 +203,7 @@ def print_schedule(gm: torch.fx.GraphModule, title: str = "forward") -> str:
             or ops.is_call(node, ops.PACK)
             or (node in buffers and not ops.is_call(node, ops.WAIT))
         ):
-            alive[node] = held_bytes(node)
+            alive[node] = num_bytes(node)
         for ended in _ended_by(node):
             alive.pop(ended, None)
         communication = _communication(node, names)

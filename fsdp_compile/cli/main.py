@@ -23,11 +23,12 @@ from rich.markup import escape
 from rich.table import Table
 from torch.distributed.fsdp import ShardingStrategy
 
-from ..api import initialise_from_environment, rewrite
+from ..api import rewrite
 from ..costs.calibrate import calibrate
 from ..costs.hardware import HARDWARE, Hardware, find_hardware
 from ..costs.optimizers import OPTIMIZERS
 from ..costs.predict import Prediction, predict
+from ..environment import initialise_from_environment
 from ..errors import CaptureError, ConfigError, one_line
 from ..planning.step_plans import Goal
 from ..planning.strategies import best_strategy, candidates, is_auto

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import ShardingStrategy
 
-from ..layout.options import GradientReduction, OffloadConfig
 from ..layout.precision import Precision
 from ..layout.units import Unit
-from ..planning.options import ScheduleConfig
+from ..options import Options
+from ..planning.options import Reshard, ScheduleConfig
 from ..runtime.agreement import Line
 from ..runtime.groups import device_of
 
@@ -25,20 +23,20 @@ class Decision:
 
     Attributes:
         parameters: those to shard, by name.
-        param_init_fn: called with every module that holds tensors on the meta device, to give them memory and values.
+        schedule: that of the options, and the hardware at hand if that is to be planned for.
+        mesh: of the ranks, once it is known; None for a single one.
     """
 
-    units: list[Unit]
+    options: Options
     parameters: Mapping[str, nn.Parameter]
-    mesh: DeviceMesh | None
-    strategy: ShardingStrategy
-    schedule: ScheduleConfig
-    reduction: GradientReduction
+    units: list[Unit]
     precision: Precision
-    offload: OffloadConfig
-    sync_module_states: bool
-    param_init_fn: Callable[[nn.Module], Any] | None
-    checks_gradients: bool = False
+    schedule: ScheduleConfig
+    mesh: DeviceMesh | None = None
+
+    def with_shards(self, num_shards: int) -> dict[str, Reshard]:
+        """Whether each unit reshards after the forward, sharded over so many ranks; as `ScheduleConfig` has it."""
+        return self.schedule.reshard_of_unit([unit.name for unit in self.units], num_shards)
 
     @property
     def compute_device(self) -> torch.device:
@@ -58,8 +56,9 @@ def compute_device(device: torch.device, mesh: DeviceMesh | None) -> torch.devic
 
 def statement_of_decision(decision: Decision) -> list[Line]:
     """How a model is sharded: the options that decide about collectives, and every parameter of every unit."""
-    options = (decision.strategy, decision.schedule, decision.reduction, decision.offload, decision.sync_module_states)
-    lines = [Line(f"options: {option}") for option in options] + [Line(f"check_gradients: {decision.checks_gradients}")]
+    asked = decision.options
+    options = (asked.strategy, decision.schedule, asked.reduction, asked.offload, asked.sync_module_states)
+    lines = [Line(f"options: {option}") for option in options] + [Line(f"check_gradients: {asked.check_gradients}")]
     for unit in decision.units:
         for name, parameter in unit.parameters:
             policy = decision.precision.policy_of_parameter.get(name)

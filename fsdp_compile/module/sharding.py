@@ -280,11 +280,11 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
         mesh=decision.mesh,
         units=[unit.name for unit in decision.units],
         schedule=decision.schedule,
-        checks_gradients=decision.checks_gradients,
+        checks_gradients=decision.options.check_gradients,
     )
     if decision.mesh is None:
         _keep_whole(model, decision, sharding.running)
-        sharding.divisor = decision.reduction.divisor
+        sharding.divisor = decision.options.reduction.divisor
         sharding.whole = {name: (unit.name, value) for unit in decision.units for name, value in unit.parameters}
     else:
         reshard = decision.schedule.reshard_of_unit(sharding.units, num_shards_of(decision.mesh)).values()
@@ -318,10 +318,10 @@ def note_sharding(model: nn.Module, sharding: Sharding) -> None:
 
 def _keep_whole(model: nn.Module, decision: Decision, running: Running) -> None:
     """On a single rank parameters stay as they are; a forward may read them in another dtype, on another device."""
-    compute_device = decision.compute_device if decision.offload.is_on else None
-    if decision.param_init_fn is not None:
+    compute_device = decision.compute_device if decision.options.offload.is_on else None
+    if decision.options.param_init_fn is not None:
         for module in model.modules():
-            _materialise(module, decision.param_init_fn)
+            _materialise(module, decision.options.param_init_fn)
     read_of_parameter: dict[nn.Parameter, Read | LocalRead] = {}
     for name, parameter in model.named_parameters():
         policy = decision.precision.policy_of_parameter.get(name)
@@ -329,7 +329,7 @@ def _keep_whole(model: nn.Module, decision: Decision, running: Running) -> None:
         if name in decision.parameters and (dtype is not None or compute_device is not None):
             read_of_parameter[parameter] = LocalRead(dtype, compute_device)
             if compute_device is not None and not parameter.is_meta:
-                parameter.data = _on_cpu(parameter.data, decision.offload)
+                parameter.data = _on_cpu(parameter.data, decision.options.offload)
     if read_of_parameter:
         install_reads(model, read_of_parameter, running)
 
@@ -352,7 +352,7 @@ def owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.M
 def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, sharding: Sharding) -> None:
     owners = owners_of_parameters(model)
     values = _Values(decision, mesh)
-    if decision.sync_module_states:
+    if decision.options.sync_module_states:
         values.broadcast(model.buffers())
     read_of_parameter: dict[nn.Parameter, Read | LocalRead] = {}
     sharded_of_original = {}
@@ -360,11 +360,11 @@ def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, 
         originals = [decision.parameters[slot.parameter] for slot in layout.slots]
         first_owners = [owners[original][0] for original in originals]
         tensors = [values.of(original, *owner) for original, owner in zip(originals, first_owners, strict=True)]
-        if decision.param_init_fn is not None and layout.device.type == "meta":
+        if decision.options.param_init_fn is not None and layout.device.type == "meta":
             layout = dataclasses.replace(
-                layout, device=torch.device("cpu") if decision.offload.is_on else tensors[0].device
+                layout, device=torch.device("cpu") if decision.options.offload.is_on else tensors[0].device
             )
-        is_pinned = decision.offload.pin_memory and torch.cuda.is_available() and layout.device.type == "cpu"
+        is_pinned = decision.options.offload.pin_memory and torch.cuda.is_available() and layout.device.type == "cpu"
         shard = FlatShard.create(layout, tensors, first_owners, mesh, pin_memory=is_pinned)
         sharding.shards.append(shard)
         for index, (slot, original) in enumerate(zip(layout.slots, originals, strict=True)):
@@ -382,10 +382,10 @@ def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, 
 def _layouts(decision: Decision, mesh: DeviceMesh) -> list[Layout]:
     has_scalars = any(parameter.dim() == 0 for parameter in decision.parameters.values())
     placement = Placement(
-        axes_of(mesh, decision.strategy, has_scalars=has_scalars),
-        decision.reduction,
+        axes_of(mesh, decision.options.strategy, has_scalars=has_scalars),
+        decision.options.reduction,
         decision.precision.policy_of_parameter,
-        decision.compute_device if decision.offload.is_on else None,
+        decision.compute_device if decision.options.offload.is_on else None,
     )
     return lay_out(decision.units, placement)
 
@@ -400,18 +400,18 @@ class _Values:
     def of(self, original: nn.Parameter, module: nn.Module, name: str) -> torch.Tensor:
         """The value of a parameter that `module` holds as `name`."""
         value = original.detach()
-        if value.is_meta and self.decision.param_init_fn is not None:
+        if value.is_meta and self.decision.options.param_init_fn is not None:
             if (module, name) not in self.made:
                 originals = dict(module._parameters)
-                _materialise(module, self.decision.param_init_fn)
+                _materialise(module, self.decision.options.param_init_fn)
                 for made_name, made in module._parameters.items():
                     if made is not None:
                         self.made[module, made_name] = made.detach()
                 module._parameters.update(originals)  # until all of them are replaced
-                if self.decision.sync_module_states:
+                if self.decision.options.sync_module_states:
                     self.broadcast(module._buffers.values())
             value = self.made.pop((module, name))
-        if self.decision.sync_module_states:
+        if self.decision.options.sync_module_states:
             self.broadcast([value])
         return value
 
@@ -420,7 +420,7 @@ class _Values:
         for tensor in tensors:
             if tensor is not None and not tensor.is_meta:
                 data = tensor.detach().to(
-                    self.decision.compute_device if self.decision.offload.is_on else tensor.device
+                    self.decision.compute_device if self.decision.options.offload.is_on else tensor.device
                 )
                 data = data.contiguous()
                 for dim in reversed(range(self.mesh.ndim)):  # along the first row, then from row to row

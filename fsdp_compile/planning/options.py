@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 from ..checks import check_call, check_choice
-from ..costs.hardware import Hardware
+from ..costs.hardware import Hardware, find_hardware
 from ..errors import ConfigError
 from ..layout.globs import is_named
 from ..passes.pipeline import Pass
@@ -51,23 +51,20 @@ class ScheduleConfig:
     @classmethod
     def of(
         cls,
-        strategy: ShardingStrategy,
+        *,
         reshard_after_forward: object,
         forward_prefetch: object,
         backward_prefetch: object,
         collective_lowering: object,
-        memory_budget: object = None,
-        hardware: Hardware | None = None,
-        passes: object = (),
-        poison: bool = False,
+        memory_budget: object,
+        hardware: Hardware | str | None,
+        passes: object,
+        poison: bool,
     ) -> ScheduleConfig:
         """The configuration from the user's arguments; raises ConfigError for what they cannot mean."""
         check_choice("collective_lowering", collective_lowering, _LOWERINGS)
-        reshard = _reshard(reshard_after_forward)
-        if strategy is ShardingStrategy.NO_SHARD and reshard is not None:
-            raise ConfigError(f"reshard_after_forward={reshard!r} has no meaning with NO_SHARD: nothing is sharded")
         return cls(
-            False if reshard is None and strategy in _KEEPING else reshard,
+            _reshard(reshard_after_forward),
             _distance("forward_prefetch", forward_prefetch, {}),
             _distance(
                 "backward_prefetch",
@@ -76,10 +73,17 @@ class ScheduleConfig:
             ),
             str(collective_lowering),
             num_bytes_of(memory_budget),
-            hardware,
+            None if hardware is None else find_hardware(hardware),
             _passes(passes),
             poison,
         )
+
+    def by_strategy(self, strategy: ShardingStrategy) -> ScheduleConfig:
+        """The configuration with what the strategy says of resharding; ConfigError if both say something."""
+        reshard = self.reshard_after_forward
+        if strategy is ShardingStrategy.NO_SHARD and reshard is not None:
+            raise ConfigError(f"reshard_after_forward={reshard!r} has no meaning with NO_SHARD: nothing is sharded")
+        return dataclasses.replace(self, reshard_after_forward=False) if _keeps(strategy, reshard) else self
 
     def reshard_of_unit(self, units: list[str], num_shards: int) -> dict[str, Reshard]:
         """Whether each unit reshards after the forward, for those where that is not left to the passes.
@@ -104,6 +108,10 @@ class ScheduleConfig:
             for glob in self.reshard_after_forward:
                 if not any(is_named(unit, glob) for unit in units):
                     raise ConfigError(f"reshard_after_forward: {glob!r} matches none of the units {units}")
+
+
+def _keeps(strategy: ShardingStrategy, reshard: object) -> bool:
+    return reshard is None and strategy in _KEEPING
 
 
 def _reshard(value: object) -> Reshard | Mapping[str, Reshard] | None:

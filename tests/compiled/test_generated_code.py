@@ -183,7 +183,8 @@ GENERATED = """
 import sys, torch
 from torch import nn
 from torch._dynamo.utils import counters
-from fsdp_compile import capture, fsdp_compile
+from fsdp_compile import fsdp_compile
+from fsdp_compile.compiler import capture
 if len(sys.argv) > 1:  # as if our sources were others
     capture.generator_digest = lambda: b"another version"
 model = fsdp_compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))

@@ -1,0 +1,30 @@
+"""The environment: what its variables say. Nothing else but the command line reads them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError
+
+
+def poisons() -> bool:
+    """Whether freed buffers are filled with NaN, a debug mode: FSDP_COMPILE_POISON=1 in the environment."""
+    value = os.environ.get("FSDP_COMPILE_POISON", "0")
+    if value not in ("0", "1"):
+        raise ConfigError(f"FSDP_COMPILE_POISON is 0 or 1, not {value!r}")
+    return value == "1"
+
+
+def local_world_size() -> int | None:
+    """How many ranks torchrun has started on this host, if it has."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
+
+
+def initialise_from_environment(device: torch.device) -> None:
+    """Initialise the default process group if torchrun started several ranks and nobody has."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        on_cuda = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
+        dist.init_process_group("nccl" if on_cuda else "gloo")
