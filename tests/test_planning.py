@@ -24,7 +24,7 @@ from fsdp_compile.planning.chains import (
     plain_plan,
 )
 from fsdp_compile.planning.chains_of_graphs import SAME, _leanest, _search
-from fsdp_compile.planning.search import best_plan, front
+from fsdp_compile.planning.search import _Search, best_plan, front
 
 # Profiles are in tests/conftest.py. Items of a chain that is compared with all plans; numbers of long chains.
 MOST, NUM_LONG = (7, 300) if settings.get_current_profile_name() == "thorough" else (5, 10)
@@ -258,6 +258,24 @@ def test_what_a_plan_takes():
     """Compute waits 2 s for the first, not for the second, and 1 s of the 5 for the third."""
     gathers = [ChainGather(0, 1, 0, False), ChainGather(1, 2, 0, False), ChainGather(2, 3, 1, False)]
     assert evaluate(THREE, ChainPlan(gathers), channel()) == Outcome(seconds=15, exposed=3, peak=8)
+
+
+def test_the_worked_example_of_the_search():
+    link = channel(start=1)
+    search = _Search(THREE, link, 8, [False])
+    assert search.room == [8, 10, 13] and search.earliest[1:] == [0, 0, 1]
+    states, found = [search._first_state()], [[] for _ in range(4)]
+    shown = [(0, 0, (0, 0))]
+    for boundary in range(3):
+        for step in search._steps(boundary):
+            found[step.gather.end] += step.candidates(states)
+        states = search._best(boundary + 1, found[boundary + 1])
+        shown += [(boundary + 1, state.now, state.launches) for state in states]
+    rows = [(0, 0, (0, 0)), (1, 7, (3, 7)), (2, 14, (10,)), (2, 11, (7,)), (3, 24, ()), (3, 20, ()), (3, 17, ())]
+    assert shown == rows
+    plan = best_plan(THREE, link, limit=8, forms=[False])
+    assert [(gather.begin, gather.end, gather.start) for gather in plan.gathers] == [(0, 1, 0), (1, 2, 0), (2, 3, 1)]
+    assert evaluate(THREE, plan, link) == Outcome(seconds=17, exposed=5, peak=8)
 
 
 def test_what_a_packed_bucket_takes():

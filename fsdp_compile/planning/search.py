@@ -1,13 +1,17 @@
-"""Planning: the fastest way to gather the items of a chain within a limit of bytes.
+"""The search: the fastest way to gather the items of a chain within a limit of bytes.
 
-Two facts make the search exact:
+A boundary lies before each item, and one behind the last. A state is one way to gather everything before a boundary,
+reduced to what later gathers can notice: when compute is there, and when the next gather could begin, for each number
+of items that it may have. The search goes from boundary to boundary, extends every state by every gather that can
+begin there, and drops a state if one that was found before it is no worse in anything.
+
+Two facts make that exact:
 
 * What is started by a step is a prefix of the items. A limit is therefore a bound on that prefix, step by step,
   and how early a gather can start depends on where it ends, not on when the others start. Nothing is done sooner when
   a collective starts later, so every gather starts as early as it fits.
-* What remains, where to cut and how to send, is dynamic programming over the boundaries. All that later gathers see of
-  earlier ones is when compute gets there and when a collective can begin; of two states the one that is no sooner in
-  anything goes.
+* What remains, where to cut and how to send, is dynamic programming over the boundaries. Whatever follows a state can
+  follow one that is no worse, and then ends no later; so nothing is lost with a state that is dropped.
 
 Reductions change neither. Compute does not wait for them, and the channel is never idle while something is due: it is
 done with the same collectives at the same time, in whatever order they come. An earlier start delays reductions, but no
@@ -15,6 +19,27 @@ later gather. Times on the channel are written without the reductions before the
 on the position alone (`Chain.reduced`), and they are added where compute waits.
 
 Then each start moves back as far as costs nothing, which lowers the peak.
+
+An example, which `tests/test_planning.py` computes: items of 2, 3 and 5 bytes, which the steps 0, 1 and 2 of 4 seconds
+each use first and last. A collective takes 1 second, and 1 more for each byte. There is room for 8 bytes; nothing is
+packed.
+
+Room, for all items from the first on, is 8 bytes in step 0, 10 in step 1 (item 0 is no longer needed), and 13 in step
+2. A gather that ends with item 0 or 1 can start at position 0, where 5 bytes are the most that it leads to; one that
+ends with item 2 leads to 10, and starts at position 1.
+
+    boundary   gathers so far      compute there     the next gather can begin at, by its number of items
+    0          none                 0 s              0 s, 0 s; three items do not fit
+    1          [0]                  3 + 4 = 7 s      3 s: the channel is free; 7 s: compute is at position 1
+    2          [0 1]                6 + 8 = 14 s     10 s: compute is at position 1
+    2          [0] [1]              7 + 4 = 11 s     7 s
+    3          [0] [1 2]           16 + 8 = 24 s
+    3          [0 1] [2]           16 + 4 = 20 s
+    3          [0] [1] [2]         13 + 4 = 17 s
+
+`[0]` is there after 3 seconds, and compute runs step 0 until 7. `[1]` begins at 3 and is there at 7, just in time.
+`[2]` begins at 7 and is there at 13; compute has run step 1 by 11, waits for 2 seconds, and is done at 17. The starts
+are 0, 0 and 1, and the peak is 8 bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +82,7 @@ def best_plan(
     """
     if limit is not None and (missing := chain.lowest_peak - limit) > 0:
         raise ConfigError(
-            f"no plan fits into {limit:,} bytes: {chain.lowest_peak:,} are in use at once even if every item is "
+            f"no plan fits into {limit:,} bytes: {chain.lowest_peak:,} are in use at once even if every parameter is "
             f"gathered just before its first use and freed after its last; {missing:,} are missing. Raise the limit, "
             "or lower what is in memory anyway: a smaller batch, more recomputation"
         )
