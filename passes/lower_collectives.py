@@ -278,7 +278,7 @@ def _pack(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _is_view(chunk: torch.fx.Node) -> bool:
-    """Whether nothing is computed between a gradient and its chunks, but for views."""
+    """Whether nothing is computed between a gradient and its chunks, except for views."""
     while ops.is_call(chunk, _aten.view.default):
         (chunk,) = chunk.all_input_nodes
     return not ops.is_call(chunk, *_COMPUTED)

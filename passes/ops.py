@@ -127,7 +127,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 _VALUES: dict[Any, Callable[..., Any]] = {}
-"""By operator, what computes its fake value; but for `move`, whose device may not be there outside the dispatcher."""
+"""By operator, what computes its fake value. `move` has none: its device may not be there outside the dispatcher."""
 
 
 def _fake(name: str) -> Callable[[_Function], _Function]:

@@ -64,7 +64,7 @@ def verify_lowered(gm: torch.fx.GraphModule, *, signature: Signature | None = No
 def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, num_fwd_outputs: int) -> None:
     """Raise `VerifyError` unless
 
-    1. nothing that follows from full parameters alone is saved for the backward, but for parameters that are kept;
+    1. nothing that follows from full parameters alone is saved for the backward, except for parameters that are kept;
     2. the forward saves as many values as the backward takes, tangents aside;
     3. the gradient of a shard has the shard's size.
     """

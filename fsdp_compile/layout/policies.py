@@ -10,7 +10,7 @@ from ..errors import ConfigError
 
 
 def run_policy(policy: ModuleWrapPolicy | CustomPolicy, model: nn.Module) -> set[nn.Module]:
-    """The modules that the policy selects, but for the model itself.
+    """The modules that the policy selects, except for the model itself.
 
     Raises:
         ConfigError: the policy returns something else than bool; arguments for single modules are not supported.

@@ -83,7 +83,7 @@ class MeshPosition:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A rank's part of a sharded model, but for its tensors.
+    """A rank's part of a sharded model, except for its tensors.
 
     Attributes:
         part_sizes: the keys of `Sharding.parts`.

@@ -56,7 +56,7 @@ def become_sharded_together(modules: Sequence[nn.Module], sharding: Sharding) ->
 
 
 def stop_being_root(model: nn.Module) -> None:
-    """Take from a model what `become_sharded` gave it, but for the methods that were registered since."""
+    """Take from a model what `become_sharded` gave it, except for the methods that were registered since."""
 
     def without(cls: type[nn.Module]) -> type[nn.Module]:
         base, method = vars(cls)["_fsdp_base"], vars(cls).get("_fsdp_method")
