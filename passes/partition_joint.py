@@ -40,7 +40,7 @@ import torch.fx
 from functorch.compile import min_cut_rematerialization_partition
 
 from . import analysis, ops
-from .errors import pass_error
+from .printer import pass_error
 
 _PREFIX = "primals_unsharded_"  # the partitioner takes inputs by name: `primals` are the forward's
 
@@ -244,7 +244,7 @@ class Crossing:
             if saved not in from_parameters:
                 continue
             if saved.name not in input_of_name:
-                raise pass_error(f"the partitioner saved {saved.name}, which the backward does not take", saved)
+                raise pass_error("the partitioner saved this, which the backward does not take", saved)
             input_of_saved[saved] = input_of_name[saved.name]
         return cls(forward, backward, num_fwd_outputs, unshard_of_input, input_of_saved)
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch.fx
 
 from . import analysis, ops
-from .errors import pass_error
 from .plan import Gather
+from .printer import pass_error, printed_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,5 +163,5 @@ def _is_first_kept(units: list[tuple[str, list[torch.fx.Node]]], index: int) -> 
 def _wait(gather: torch.fx.Node) -> torch.fx.Node:
     waits = [user for user in gather.users if ops.is_call(user, ops.WAIT)]
     if len(waits) != 1:
-        raise pass_error(f"{gather} needs one wait", gather)
+        raise pass_error(f"{printed_name(gather)} needs one wait", gather)
     return waits[0]

@@ -20,6 +20,7 @@ import torch
 import torch.fx
 
 from . import analysis, insert_free, ops
+from .errors import PassError
 
 _DTYPES = {
     torch.float32: "f32",
@@ -62,12 +63,48 @@ def print_graph(gm: torch.fx.GraphModule, title: str = "forward") -> str:
     names = display_names(gm.graph)
     inputs = ", ".join(f"{names[node]}{_type(node)}" for node in analysis.inputs(gm.graph))
     lines = [f"{title}({inputs})"]
-    for node in gm.graph.nodes:
-        if node.op == "output":
-            lines.append(f"  return {_argument(tuple(node.args[0]), names)}")
-        elif node.op != "placeholder":
-            lines.append(f"  {_line(node, names)}")
+    lines += [f"  {_line_of_any(node, names)}" for node in gm.graph.nodes if node.op != "placeholder"]
     return "\n".join(lines)
+
+
+def excerpt(node: torch.fx.Node, num_context: int = 2) -> str:
+    """The printed graph around a node, `num_context` lines on either side, with `>` at the node.
+
+    A graph that is broken may have no such text; then it is that of torch.fx.
+    """
+    nodes = list(node.graph.nodes)
+    index = nodes.index(node)
+    near = nodes[max(0, index - num_context) : index + num_context + 1]
+    names = _names_if_any(node.graph)
+    lines = [_line_of_any(other, names) if names else str(other.format_node()) for other in near]
+    return "\n".join(f"{'>' if other is node else ' '} {line}" for other, line in zip(near, lines, strict=True))
+
+
+def printed_name(node: torch.fx.Node) -> str:
+    """The name of a node in `excerpt`."""
+    return _names_if_any(node.graph).get(node, node.name)
+
+
+def _names_if_any(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
+    """The printed names, of a graph that can be printed."""
+    try:
+        names = display_names(graph)
+        for node in graph.nodes:
+            _line_of_any(node, names)
+    except Exception:  # whatever is broken, the error that asks for names says it
+        return {}
+    return names
+
+
+def _line_of_any(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
+    if node.op == "placeholder":
+        return f"{names[node]}{_type(node)}, an input"
+    return f"return {_argument(tuple(node.args[0]), names)}" if node.op == "output" else _line(node, names)  # type: ignore[arg-type]
+
+
+def pass_error(message: str, node: torch.fx.Node) -> PassError:
+    """A `PassError` about `node`, with the graph around it."""
+    return PassError(f"{message}\n{excerpt(node)}")
 
 
 def display_names(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:

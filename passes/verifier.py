@@ -10,7 +10,8 @@ import torch
 import torch.fx
 
 from . import analysis, insert_free, ops
-from .errors import VerifyError, excerpt
+from .errors import VerifyError
+from .printer import excerpt, printed_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +87,11 @@ def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
             _require(same, f"has the gradient {_describe(gradient)}, which is not of its shape", node)
 
 
-def _require(condition: bool, message: str, node: torch.fx.Node) -> None:
+def _require(condition: bool, message: str, node: torch.fx.Node, *others: torch.fx.Node) -> None:
+    """Raise `VerifyError` unless the condition holds, with the printed names of `others` in place of each `{}`."""
     if not condition:
-        raise VerifyError(f"{node} {message}\n{excerpt(node)}")
+        said = message.format(*map(printed_name, others))
+        raise VerifyError(f"{printed_name(node)} {said}\n{excerpt(node)}")
 
 
 def _same_signature(gm: torch.fx.GraphModule, signature: Signature | None) -> None:
@@ -112,9 +115,10 @@ def _values(graph: torch.fx.Graph) -> None:
 def _waits(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         if ops.is_collective(node):
-            _require(len(node.users) == 1, f"needs one wait, and is read by {list(node.users)}", node)
-            user = next(iter(node.users))
-            _require(ops.is_call(user, ops.WAIT), f"is read by {user} without a wait", node)
+            users = list(node.users)
+            read_by = ", ".join("{}" for _ in users) or "nothing"
+            _require(len(users) == 1, f"needs one wait, and is read by {read_by}", node, *users)
+            _require(ops.is_call(users[0], ops.WAIT), "is read by {} without a wait", node, users[0])
 
 
 def _wait_order(graph: torch.fx.Graph) -> None:
@@ -135,13 +139,13 @@ def _frees(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         if ops.is_call(node, ops.FREE):
             buffer: Any = node.args[0]
-            _require(buffer not in freed, f"frees {buffer} a second time", node)
-            _require(buffer in full, f"frees {buffer}, which is no full buffer but at most a view of one", node)
+            _require(buffer not in freed, "frees {} a second time", node, buffer)
+            _require(buffer in full, "frees {}, which is no full buffer but at most a view of one", node, buffer)
             freed.add(buffer)
             for alias in analysis.aliases(buffer):
                 for user in alias.users:
                     early = user is node or position[user] < position[node]
-                    _require(early, f"frees {buffer}, which {user} still reads", node)
+                    _require(early, "frees {}, which {} still reads", node, buffer, user)
 
 
 def _all_freed(graph: torch.fx.Graph) -> None:
@@ -153,9 +157,8 @@ def _all_freed(graph: torch.fx.Graph) -> None:
         _require(ops.is_call(end, ops.FREE), "is not freed", buffer)
         last = max(position[use] for use in analysis.uses(buffer) if use is not end)
         gap = [node for node in graph.nodes if last < position[node] < position[end]]
-        _require(
-            all(ops.is_call(node, ops.FREE, ops.STORE) for node in gap), f"is freed late: {gap} come first", buffer
-        )
+        late = [node for node in gap if not ops.is_call(node, ops.FREE, ops.STORE)]
+        _require(not late, f"is freed late, after {', '.join('{}' for _ in late)}", buffer, *late)
 
 
 def _gradients(graph: torch.fx.Graph) -> None:

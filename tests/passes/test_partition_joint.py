@@ -617,8 +617,8 @@ backward(tanh: f32[3,4], tangents_1: f32[3,4])
         self.assertExpectedInline(
             message,
             """\
-the partitioner saved sin_default, which the backward does not take
-  %x : [num_users=2] = placeholder[target=x]
-> %sin_default : [num_users=1] = call_function[target=torch.ops.aten.sin.default](args = (%x,), kwargs = {})
-  return (x, sin_default)""",
+the partitioner saved this, which the backward does not take
+  x: f32[4], an input
+> sin_default: f32[4] = sin(x)
+  return [x, sin_default]""",
         )

@@ -3,9 +3,10 @@ import dataclasses
 import torch
 
 from fsdp_compile.passes import ops
-from fsdp_compile.passes.errors import PassError, VerifyError, pass_error
+from fsdp_compile.passes.errors import PassError, VerifyError
 from fsdp_compile.passes.insert_all_gather import InsertAllGather
 from fsdp_compile.passes.pipeline import Pipeline
+from fsdp_compile.passes.printer import pass_error
 from tests.passes.tiny import biased, rows, two_layers
 from tests.passes.tracing import Pictures, trace
 
@@ -142,7 +143,7 @@ forward(up: f32[16], arg1_1: f32[3,4], down: f32[8])
 
     def test_a_defect_is_caught_right_after_the_pass_that_has_it(self):
         message, notes = self.broken_by(ForgetWaits(), VerifyError)
-        self.assertIn("all_gather_default needs one wait", message)
+        self.assertIn("up.pending needs one wait", message)
         self.assertEqual(notes, ["while running ForgetWaits() on the forward graph"])
 
     def test_a_refusal_says_which_pass_refused_what(self):
@@ -151,9 +152,9 @@ forward(up: f32[16], arg1_1: f32[3,4], down: f32[8])
             message,
             """\
 the reason is a test
-> %primals_1 : [num_users=1] = placeholder[target=primals_1]
-  %primals_2 : [num_users=2] = placeholder[target=primals_2]
-  %primals_3 : [num_users=1] = placeholder[target=primals_3]""",
+> up: f32[20], an input
+  primals_2: f32[3,4], an input
+  down: f32[12], an input""",
         )
         self.assertEqual(notes, ["while running Refuse(reason='a test') on the forward graph"])
 

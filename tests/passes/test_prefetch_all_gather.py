@@ -333,10 +333,10 @@ forward
         self.assertExpectedInline(
             self.assert_raises(PassError, graph.then, PrefetchAllGather()),
             """\
-all_gather_default needs one wait
-  %shard : [num_users=1] = placeholder[target=shard]
-> %all_gather_default : [num_users=1] = call_function[target=torch.ops.fsdp.all_gather.default](args = (%shard, up, 2, shard), kwargs = {})
-  return (all_gather_default,)""",  # noqa: E501
+up.pending needs one wait
+  up: f32[8], an input
+> up.pending: f32[16] = fsdp.all_gather(up)
+  return [up.pending]""",
         )
 
     def test_a_gather_with_two_waits_is_refused(self):
@@ -344,7 +344,7 @@ all_gather_default needs one wait
         pending = drawing.gather(drawing.input("shard", 8), "up")
         graph = drawing.returns(drawing.call(ops.WAIT, pending), drawing.call(ops.WAIT, pending))
         message = self.assert_raises(PassError, graph.then, PrefetchAllGather())
-        self.assertIn("all_gather_default needs one wait", message)
+        self.assertIn("up.pending needs one wait", message)
 
     def test_a_graph_without_gathers_is_left_alone(self):
         graph = trace(nn.Sequential(nn.Tanh()), rows().requires_grad_()).before(PrefetchAllGather)

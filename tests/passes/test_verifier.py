@@ -42,14 +42,14 @@ class TestVerify(Pictures):
         drawing = Drawing()
         gathered, weight = gathered_weight(drawing)
         del gathered.meta["val"]
-        self.assertIn("wait_default has no value in its metadata", self.refused(drawing, weight))
+        self.assertIn("up.gathered has no value in its metadata", self.refused(drawing, weight))
 
     def test_2_an_input_without_a_value(self):
         drawing = Drawing()
         shard = drawing.input("shard", 8)
         gathered = drawing.call(ops.WAIT, drawing.gather(shard, "up"))
         del shard.meta["val"]
-        self.assertIn("shard has no value in its metadata", self.refused(drawing, gathered))
+        self.assertIn("up has no value in its metadata", self.refused(drawing, gathered))
 
     def test_3_an_output_that_changed(self):
         drawing, before = Drawing(), Drawing()
@@ -71,10 +71,10 @@ class TestVerify(Pictures):
         self.assertExpectedInline(
             self.refused(drawing),
             """\
-all_gather_default needs one wait, and is read by []
-  %shard : [num_users=1] = placeholder[target=shard]
-> %all_gather_default : [num_users=0] = call_function[target=torch.ops.fsdp.all_gather.default](args = (%shard, up, 2, shard), kwargs = {})
-  return ()""",  # noqa: E501
+up.pending needs one wait, and is read by nothing
+  up: f32[8], an input
+> up.pending: f32[16] = fsdp.all_gather(up)
+  return []""",
         )
 
     def test_4_a_collective_that_is_waited_for_twice(self):
@@ -82,20 +82,20 @@ all_gather_default needs one wait, and is read by []
         pending = drawing.gather(drawing.input("shard", 8), "up")
         waits = [drawing.call(ops.WAIT, pending) for _ in range(2)]
         message = self.refused(drawing, *waits)
-        self.assertIn("all_gather_default needs one wait, and is read by [wait_default, wait_default_1]", message)
+        self.assertIn("up.pending needs one wait, and is read by up.gathered, up.gathered#2", message)
 
     def test_4_a_collective_that_is_read_without_a_wait(self):
         drawing = Drawing()
         pending = drawing.gather(drawing.input("shard", 8), "up")
         message = self.refused(drawing, drawing.call(sin, pending))
-        self.assertIn("all_gather_default is read by sin_default without a wait", message)
+        self.assertIn("up.pending is read by sin_default without a wait", message)
 
     def test_5_collectives_that_are_waited_for_out_of_order(self):
         drawing = Drawing()
         first, second = (drawing.gather(drawing.input(name, 8), name) for name in ("up", "down"))
         waits = [drawing.call(ops.WAIT, pending) for pending in (second, first)]
         message = self.refused(drawing, *waits)
-        self.assertIn("all_gather_default_1 starts after a collective that is waited for later", message)
+        self.assertIn("down.pending starts after a collective that is waited for later", message)
 
     def test_6_a_buffer_that_is_read_after_its_free(self):
         drawing = Drawing()
@@ -104,12 +104,12 @@ all_gather_default needs one wait, and is read by []
         self.assertExpectedInline(
             self.refused(drawing, drawing.call(sin, gathered)),
             """\
-free_default frees wait_default, which sin_default still reads
-  %wait_default : [num_users=3] = call_function[target=torch.ops.fsdp.wait.default](args = (%all_gather_default,), kwargs = {})
-  %view_out_default : [num_users=0] = call_function[target=torch.ops.fsdp.view_out.default](args = (%wait_default, up.weight, 0, [4, 4], 2), kwargs = {})
-> %free_default : [num_users=0] = call_function[target=torch.ops.fsdp.free.default](args = (%wait_default,), kwargs = {})
-  %sin_default : [num_users=1] = call_function[target=torch.ops.aten.sin.default](args = (%wait_default,), kwargs = {})
-  return (sin_default,)""",  # noqa: E501
+free_default frees up.gathered, which sin_default still reads
+  up.gathered: f32[16] = fsdp.wait(up.pending)
+  up.weight: f32[4,4] = fsdp.view_out(up.gathered, 0)
+> fsdp.free(up.gathered)
+  sin_default: f32[16] = sin(up.gathered)
+  return [sin_default]""",
         )
 
     def test_6_a_view_that_is_read_after_the_free_of_its_buffer(self):
@@ -118,7 +118,7 @@ free_default frees wait_default, which sin_default still reads
         transposed = drawing.call(t, weight)
         drawing.call(ops.FREE, gathered)
         message = self.refused(drawing, drawing.call(sin, transposed))
-        self.assertIn("free_default frees wait_default, which sin_default still reads", message)
+        self.assertIn("free_default frees up.gathered, which sin_default still reads", message)
 
     def test_6_a_part_that_is_read_after_the_free_of_the_whole(self):
         drawing = Drawing()
@@ -127,7 +127,7 @@ free_default frees wait_default, which sin_default still reads
         drawing.call(ops.FREE, gathered)
         part = drawing.call(operator.getitem, split, 1)
         message = self.refused(drawing, part)
-        self.assertIn("free_default frees wait_default", message)
+        self.assertIn("free_default frees up.gathered", message)
 
     def test_6_a_buffer_that_is_freed_twice(self):
         drawing = Drawing()
@@ -140,13 +140,13 @@ free_default frees wait_default, which sin_default still reads
         drawing = Drawing()
         gathered, weight = gathered_weight(drawing)
         drawing.call(ops.FREE, gathered)
-        self.assertIn("free_default frees wait_default, which output still reads", self.refused(drawing, weight))
+        self.assertIn("free_default frees up.gathered, which output still reads", self.refused(drawing, weight))
 
     def test_7_a_buffer_that_is_never_freed(self):
         drawing = Drawing()
         gathered, weight = gathered_weight(drawing)
         product = drawing.call(sin, weight)
-        self.assertIn("wait_default is not freed", self.refused(drawing, product, freed=True))
+        self.assertIn("up.gathered is not freed", self.refused(drawing, product, freed=True))
 
     def test_7_a_kept_parameter_that_is_never_freed(self):
         drawing = Drawing()
@@ -161,7 +161,7 @@ free_default frees wait_default, which sin_default still reads
         second = drawing.call(sin, first)
         drawing.call(ops.FREE, gathered)
         message = self.refused(drawing, second, freed=True)
-        self.assertIn("wait_default is freed late: [sin_default_1] come first", message)
+        self.assertIn("up.gathered is freed late, after sin_default_1", message)
 
     def test_7_without_freed_a_buffer_need_not_be_freed_yet(self):
         drawing = Drawing()
@@ -176,7 +176,7 @@ free_default frees wait_default, which sin_default still reads
         reduced = drawing.call(ops.WAIT, pending)
         pending.meta["val"] = pending.meta["val"][:4]
         message = self.refused(drawing, reduced)
-        self.assertIn("reduce_scatter_grouped_default returns 4 elements for a shard of 8", message)
+        self.assertIn("up.grad.pending returns 4 elements for a shard of 8", message)
 
 
 class TestVerifyLowered(Pictures):
@@ -248,4 +248,4 @@ class TestVerifyCrossing(Pictures):
         [gradient] = [node for node in backward.graph.nodes if node.name == "mm_3"]
         output.args = ((gradient, *output.args[0][1:]),)
         message = self.refused(forward, backward)
-        self.assertIn("primals_1 has the gradient (torch.float32, (4, 4)), which is not of its shape", message)
+        self.assertIn("low has the gradient (torch.float32, (4, 4)), which is not of its shape", message)
