@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch.fx
+
+from .printer import excerpt
+
 
 class PassError(RuntimeError):
     """A graph does not have what a pass needs (the pass's *Needs* line)."""
@@ -9,3 +13,8 @@ class PassError(RuntimeError):
 
 class VerifyError(AssertionError):
     """A pass broke an invariant of the dialect: a defect of this project, never of the user."""
+
+
+def pass_error(message: str, node: torch.fx.Node) -> PassError:
+    """A `PassError` about `node`, with the graph around it."""
+    return PassError(f"{message}\n{excerpt(node)}")

@@ -40,7 +40,7 @@ import torch.fx
 from functorch.compile import min_cut_rematerialization_partition
 
 from . import analysis, ops
-from .printer import pass_error
+from .errors import pass_error
 
 _PREFIX = "primals_unsharded_"  # the partitioner takes inputs by name: `primals` are the forward's
 

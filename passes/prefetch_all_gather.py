@@ -21,8 +21,9 @@ from typing import Any
 import torch.fx
 
 from . import analysis, ops
+from .errors import pass_error
 from .plan import Gather
-from .printer import pass_error, printed_name
+from .printer import printed_name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,6 @@ import torch
 import torch.fx
 
 from . import analysis, insert_free, ops
-from .errors import PassError
 
 _DTYPES = {
     torch.float32: "f32",
@@ -100,11 +99,6 @@ def _line_of_any(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     if node.op == "placeholder":
         return f"{names[node]}{_type(node)}, an input"
     return f"return {_argument(tuple(node.args[0]), names)}" if node.op == "output" else _line(node, names)  # type: ignore[arg-type]
-
-
-def pass_error(message: str, node: torch.fx.Node) -> PassError:
-    """A `PassError` about `node`, with the graph around it."""
-    return PassError(f"{message}\n{excerpt(node)}")
 
 
 def display_names(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
