@@ -3,10 +3,9 @@ import dataclasses
 import torch
 
 from fsdp_compile.passes import ops
-from fsdp_compile.passes.errors import PassError, VerifyError
+from fsdp_compile.passes.errors import PassError, VerifyError, pass_error
 from fsdp_compile.passes.insert_all_gather import InsertAllGather
 from fsdp_compile.passes.pipeline import Pipeline
-from fsdp_compile.passes.printer import pass_error
 from tests.passes.tiny import biased, rows, two_layers
 from tests.passes.tracing import Pictures, trace
 
