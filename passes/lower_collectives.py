@@ -170,7 +170,7 @@ def _join(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
 
 def _all_gather_grouped(lowering: _Lowering, node: torch.fx.Node) -> None:
     _, _, world_size, group = node.args
-    outs = [out for wait in node.users for out in wait.users if ops.is_parameter_out(out)]
+    outs = ops.parameters_of(node)
     shards = list(ops.gathered_shards(node).values())
     ends = list(accumulate(shard.meta["val"].numel() for shard in shards))
     slices = []

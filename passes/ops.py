@@ -316,6 +316,22 @@ def is_parameter_out(node: torch.fx.Node) -> bool:
     return is_call(node, COPY_OUT, VIEW_OUT)
 
 
+def wait_of(collective: torch.fx.Node) -> torch.fx.Node:
+    """The wait for a collective, in a graph that is verified: nothing else reads its result."""
+    (wait,) = collective.users
+    return wait
+
+
+def parameters_of(gather: torch.fx.Node) -> list[torch.fx.Node]:
+    """What takes the parameters that are read out of a gathered buffer, one for each."""
+    return [user for user in wait_of(gather).users if is_parameter_out(user)]
+
+
+def is_tangent(node: torch.fx.Node) -> bool:
+    """Whether an input of a backward is the gradient of an output of the model, by the name that AOTAutograd gives."""
+    return "tangents" in str(node.target)
+
+
 def bucket_of_unit(unit: str, kind: str = "") -> str:
     """The name of a unit's bucket: `layers.0`, or `layers.0/bf16.frozen` where the unit has several.
 

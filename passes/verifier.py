@@ -77,7 +77,7 @@ def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
     for node in saved:
         is_kept = ops.is_call(node, ops.UNSHARD) and ops.argument(node, "parameter") in kept
         _require(node not in full or is_kept, "is full and saved for the backward, but not kept", node)
-    num_taken = len([node for node in analysis.inputs(backward.graph) if "tangents" not in str(node.target)])
+    num_taken = len([node for node in analysis.inputs(backward.graph) if not ops.is_tangent(node)])
     if len(saved) != num_taken:
         raise VerifyError(f"the forward saves {len(saved)} values, the backward takes {num_taken}")
     shards = {ops.argument(node, "shard") for node in unshards}
@@ -127,7 +127,7 @@ def _wait_order(graph: torch.fx.Graph) -> None:
     for is_kind in kinds:
         last = -1
         for node in filter(is_kind, graph.nodes):
-            wait = position[next(iter(node.users))]
+            wait = position[ops.wait_of(node)]
             _require(wait > last, "starts after a collective that is waited for later", node)
             last = wait
 

@@ -97,8 +97,7 @@ def _asked(graphs: RewrittenGraphs) -> list[Line]:
 def _sent_alone(node: torch.fx.Node) -> str:
     """The parameters of a grouped collective, in order: each is a message, and only those that the graph reads are."""
     if node.target is ops.ALL_GATHER_GROUPED:
-        outs = [out for wait in node.users for out in wait.users if ops.is_parameter_out(out)]
-        names = [ops.argument(out, "parameter") for out in outs]
+        names = [ops.argument(out, "parameter") for out in ops.parameters_of(node)]
     elif node.target is ops.REDUCE_SCATTER_GROUPED:
         names = ops.argument(node, "parameters")
     else:

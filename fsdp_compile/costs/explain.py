@@ -200,7 +200,6 @@ def _gathered_again(prediction: Prediction) -> list[tuple[float, int, str]]:
     backward, found = prediction.work.backward, []
     for node in backward.graph.nodes if backward else ():
         if ops.is_all_gather(node) and len(ops.gathered_shards(node)) == 1:
-            (wait,) = [user for user in node.users if ops.is_call(user, ops.WAIT)]
             unit = ops.unit_of_bucket(ops.argument(node, "bucket"))
-            found.append((prediction.timeline.exposed.get(wait, 0.0), num_bytes(node.meta["val"]), unit))
+            found.append((prediction.timeline.exposed.get(ops.wait_of(node), 0.0), num_bytes(node.meta["val"]), unit))
     return found

@@ -98,7 +98,7 @@ def memory_of(work: Work, *, optimizer_bytes: int = 0, reduction_workspace: floa
 
 def received_by_backward(forward: torch.fx.Graph, backward: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
     """The values that the forward saves, and the inputs of the backward that receive them."""
-    received = [node for node in analysis.inputs(backward) if "tangents" not in str(node.target)]
+    received = [node for node in analysis.inputs(backward) if not ops.is_tangent(node)]
     sent = analysis.outputs(forward)
     saved = sent[len(sent) - len(received) :]
     saved.sort(key=lambda node: bool(extents(node.meta.get("val"))))  # the backward takes sizes first
@@ -302,8 +302,7 @@ def _end(reader: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> int:
     An all-reduce works on a copy of what it reads; generated code hands it the buffer itself.
     """
     is_reading = ops.is_collective(reader) and not ops.is_call(reader, ops.ALL_REDUCE)
-    waits = [user for user in reader.users if ops.is_call(user, ops.WAIT)] if is_reading else []
-    return max(time[node] for node in (reader, *waits))
+    return time[ops.wait_of(reader)] if is_reading else time[reader]
 
 
 def _categories(graph: torch.fx.Graph, saved: Collection[torch.fx.Node]) -> Callable[[torch.fx.Node], str]:

@@ -201,8 +201,7 @@ def _shard_numels(graphs: Sequence[torch.fx.Graph]) -> dict[str, Any]:
 
 
 def _note_gather(buckets: dict[str, _Bucket], gather: torch.fx.Node) -> None:
-    outs = [out for wait in gather.users for out in wait.users if ops.is_parameter_out(out)]
-    shape_of_offset = {ops.argument(out, "offset"): ops.argument(out, "shape") for out in outs}
+    shape_of_offset = {ops.argument(out, "offset"): ops.argument(out, "shape") for out in ops.parameters_of(gather)}
     begin = 0
     for name, shard in ops.gathered_shards(gather).items():
         numel = shard.meta["val"].numel()

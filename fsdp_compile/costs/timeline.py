@@ -174,8 +174,7 @@ def seconds_of(node: torch.fx.Node, ring: Ring, hardware: Hardware) -> float:
 def num_messages(node: torch.fx.Node) -> int:
     """Of a gather or a reduction: a grouped one sends every parameter by itself."""
     if ops.is_call(node, ops.ALL_GATHER_GROUPED):
-        (wait,) = node.users
-        return max(1, len([out for out in wait.users if ops.is_parameter_out(out)]))
+        return max(1, len(ops.parameters_of(node)))
     return len(ops.argument(node, "gradients")) if ops.is_call(node, ops.REDUCE_SCATTER_GROUPED) else 1
 
 

@@ -241,7 +241,7 @@ class _Direction:
 def _atoms(graph: torch.fx.Graph, step_of: Mapping[torch.fx.Node, int]) -> Iterator[_Atom]:
     kinds: dict[object, int] = {}
     for node in filter(ops.is_all_gather, graph.nodes):
-        (wait,) = node.users
+        wait = ops.wait_of(node)
         (free,) = [user for user in wait.users if ops.is_call(user, ops.FREE)] or [graph.output_node()]
         value, bucket = node.meta["val"], ops.argument(node, "bucket")
         kind: object = ops.argument(node, "group"), ops.argument(node, "world_size"), value.dtype, value.device
