@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_compile import RankError
-from fsdp_compile.runtime.agreement import Agreement, Line
+from fsdp_compile.runtime.agreement import Agreement
+from fsdp_compile.runtime.comparison import Line
 
 TICK = 1.0  # seconds between two looks of the thread that a process has
 MODEL, GRAPH, OTHER = (

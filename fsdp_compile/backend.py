@@ -20,8 +20,9 @@ from .graphs import RewrittenGraphs
 from .module.sharding import Sharding, sharding_of
 from .passes.pipeline import Pipeline
 from .runtime import kernels  # noqa: F401  registers the kernels of the operators in captured graphs
-from .runtime.agreement import Agreement, Line
+from .runtime.agreement import Agreement
 from .runtime.backward import CompiledBackward
+from .runtime.comparison import Line
 from .runtime.flat_shard import FlatShard, Shards
 from .runtime.places import Place
 

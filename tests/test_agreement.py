@@ -14,7 +14,8 @@ from torch import nn
 
 from fsdp_compile import ConfigError, RankError, rewrite
 from fsdp_compile.compiler.statements import statement_of_graphs
-from fsdp_compile.runtime.agreement import Agreement, Line
+from fsdp_compile.runtime.agreement import Agreement
+from fsdp_compile.runtime.comparison import Line
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from agreement import phases

@@ -16,7 +16,7 @@ import torch.fx
 
 from ..graphs import RewrittenGraph, RewrittenGraphs
 from ..passes import ops
-from ..runtime.agreement import Line
+from ..runtime.comparison import Line
 from ..runtime.places import Place
 from .capture import bucket_gradients
 

@@ -13,7 +13,7 @@ from ..layout.precision import Precision
 from ..layout.units import Unit
 from ..options import Options
 from ..planning.options import Reshard, ScheduleConfig
-from ..runtime.agreement import Line
+from ..runtime.comparison import Line
 from ..runtime.groups import device_of
 
 

@@ -20,7 +20,8 @@ from ..costs.predict import bytes_text, predict, time_text
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..layout.options import OffloadConfig
-from ..runtime.agreement import Line, agreement_of
+from ..runtime.agreement import agreement_of
+from ..runtime.comparison import Line
 from .step_plans import Goal
 
 Auto = Literal["auto"]

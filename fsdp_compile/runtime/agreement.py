@@ -22,16 +22,13 @@ deleted when all ranks have read its result.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
-import itertools
 import json
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CaptureError, ConfigError, RankError, one_line
 from . import gloo
+from .comparison import SAME, ComparisonKeys, Keys, Opened, Raised, Statement, difference, digest_of
 from .places import Place, Track, Visit, at, parted
 
 _TICK = 1.0
@@ -67,25 +65,6 @@ _PATIENCE = 10.0
 
 _MOST_NAMED = 8
 """Ranks that an error names."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One line of a statement.
-
-    Attributes:
-        text: what has to be the same on all ranks.
-        source: where in the user's code it comes from, if that is known.
-    """
-
-    text: str
-    source: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.text}, for {self.source}" if self.source else self.text
-
-
-Statement = Sequence[Line]
 
 
 def agreement_of(mesh: DeviceMesh | None) -> Agreement | None:
@@ -117,7 +96,7 @@ class Agreement:
         self.failure: str | None = None
         self.limit: float = store.timeout.total_seconds()
         name = f"fsdp_compile/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
-        self._keys = _Keys(store, name)
+        self._keys = Keys(store, name)
         self._agreed: set[str] = set()
         self._num_compared = 0
         self._is_comparing = False
@@ -127,8 +106,8 @@ class Agreement:
         self._told: str | None = None
         self._heard: str | None = None
         self._saw_opened: tuple[str, int] | None = None
-        self._raised: _Raised | None = None
-        self._opened: _Opened | None = None
+        self._raised: Raised | None = None
+        self._opened: Opened | None = None
         self._waits_since: float | None = None
         self._visit: Visit | None = None
         self._tracks: dict[str, Track] = {}
@@ -142,7 +121,7 @@ class Agreement:
         self._raise_failure()
         self._groups.update(groups)
         _watch(self)
-        if (digest := _digest(statement)) not in self._agreed:
+        if (digest := digest_of(statement)) not in self._agreed:
             self.agree(statement)
             self._agreed.add(digest)
 
@@ -157,7 +136,7 @@ class Agreement:
             said.arrive(self.rank, self.num_run, statement)
             result = self._wait_for(said.result, lambda: _absent_text(said.absent(self.ranks), self.rank))
             said.leave()
-        if result != _SAME:
+        if result != SAME:
             raise RankError(result)
 
     def decided_by_first(self, statement: Statement, make: Callable[[], str]) -> str:
@@ -258,7 +237,7 @@ class Agreement:
         """
         if self.failure is None and self._told is None:
             _watch(self)
-            self._told = _Raised(self.rank, self.num_run, one_line(error)).to_json()
+            self._told = Raised(self.rank, self.num_run, one_line(error)).to_json()
             self._tell_if_nobody_else_does()
 
     def come_back(self) -> None:
@@ -300,7 +279,7 @@ class Agreement:
     def _difference_from(self, rank: int, statement: Statement, running: Statement) -> str:
         """Of what another rank is about to run from what this one is running."""
         if running or self._visit is None:
-            return _difference(rank, statement, self.rank, running)
+            return difference(rank, statement, self.rank, running)
         begins = f"about to begin what it has not run before: {'; '.join(map(str, statement[:2]))}"
         return parted({rank: begins, self.rank: str(self._visit)})
 
@@ -321,7 +300,7 @@ class Agreement:
                 return
             if self._told is not None:
                 self._tell_if_nobody_else_does()
-            self._raised = _Raised.from_json(self._keys.peek("raised"))
+            self._raised = Raised.from_json(self._keys.peek("raised"))
             self._heard = news
         if (news, number) != self._saw_opened and not self._is_comparing:
             self._opened = self._comparison_number(number).opened()
@@ -366,11 +345,11 @@ class Agreement:
             gloo.close(name)
         self._groups.clear()
 
-    def _comparison_number(self, number: int) -> _Comparison:
-        return _Comparison(number, self._keys, len(self.ranks))
+    def _comparison_number(self, number: int) -> ComparisonKeys:
+        return ComparisonKeys(number, self._keys, len(self.ranks))
 
     @contextlib.contextmanager
-    def _comparing(self) -> Iterator[_Comparison]:
+    def _comparing(self) -> Iterator[ComparisonKeys]:
         """While this rank waits for others in the next comparison."""
         self._raise_failure()
         said, self._is_comparing = self._comparison_number(self._num_compared), True
@@ -407,186 +386,8 @@ class Agreement:
         return found
 
 
-_SAME = "same"
-
 _ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
 """What the first rank may raise for all."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Keys:
-    """The keys of some ranks in a store.
-
-    Every method is one request, which does not wait for other ranks. No value is empty, or a question mark.
-    """
-
-    store: Any
-    name: str
-
-    def peek(self, key: str) -> str | None:
-        """What the key holds; None if there is no such key. (`get` would wait for one.)"""
-        found = self.store.compare_set(self._full(key), "?", "?").decode()
-        return None if found == "?" else str(found)
-
-    def put_first(self, key: str, value: str) -> str:
-        """What the key holds, which from now on is `value` if there was no such key."""
-        return str(self.store.compare_set(self._full(key), "", value).decode())
-
-    def replace(self, key: str, expected: str, value: str) -> str:
-        """What the key holds, which from now on is `value` if it was `expected`, or there was no such key for ""."""
-        return str(self.store.compare_set(self._full(key), expected, value).decode())
-
-    def put(self, key: str, value: str) -> None:
-        self.store.set(self._full(key), value)
-
-    def append(self, key: str, value: str) -> None:
-        self.store.append(self._full(key), value)
-
-    def add(self, key: str) -> int:
-        """How often this has been called for the key."""
-        return int(self.store.add(self._full(key), 1))
-
-    def delete(self, key: str) -> None:
-        self.store.delete_key(self._full(key))
-
-    def news(self) -> str:
-        found: str = self.store.compare_set("fsdp_compile/news", "?", "?").decode()
-        return found
-
-    def add_news(self) -> None:
-        """After something was written that others have to know; it is no news to those that wait for it."""
-        self.store.add("fsdp_compile/news", 1)
-
-    def _full(self, key: str) -> str:
-        return f"{self.name}/{key}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Raised:
-    """How many graphs a rank had begun to run when it raised what."""
-
-    rank: int
-    num_run: int
-    text: str
-
-    def to_json(self) -> str:
-        return json.dumps([self.rank, self.num_run, self.text])
-
-    @classmethod
-    def from_json(cls, text: str | None) -> _Raised | None:
-        return None if text is None else cls(*json.loads(text))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Opened:
-    """Which rank came to a comparison first, how many graphs it had begun to run, and the digest of its statement."""
-
-    number: int
-    rank: int
-    num_run: int
-    digest: str
-
-    @property
-    def statement(self) -> str:
-        """The key of what it said."""
-        return f"{self.number}/statement/{self.rank}"
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.astuple(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> _Opened:
-        return cls(*json.loads(text))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Comparison:
-    """The keys of one comparison in the store.
-
-    `first` is who came first, with the digest of its statement; who comes with another digest writes to `result` how
-    the statements differ. All are appended to `came`, and counted in `count`; the last of them knows
-    that all have said the same, unless there is a result. Then `count` goes on with those that have read the result,
-    and the last of these deletes the keys.
-
-    In a comparison of its own the first rank of all writes a decision, which the others read.
-    """
-
-    number: int
-    keys: _Keys
-    num_ranks: int
-
-    def arrive(self, rank: int, num_run: int, statement: Statement) -> None:
-        own = _Opened(self.number, rank, num_run, _digest(statement))
-        first = self.opened() or self._open(own, statement)
-        if first.digest != own.digest and (said := self.statement(first)) is not None:
-            self.keys.put_first(self._key("result"), _difference(first.rank, said, rank, statement))
-        self.keys.append(self._key("came"), f"{rank} ")
-        if self.keys.add(self._key("count")) == self.num_ranks:
-            self.keys.put_first(self._key("result"), _SAME)
-
-    def _open(self, own: _Opened, statement: Statement) -> _Opened:
-        """Who came first: this rank, or another that did so meanwhile."""
-        self.keys.put(own.statement, _to_json(statement))  # before others know of it
-        first = _Opened.from_json(self.keys.put_first(self._key("first"), own.to_json()))
-        if first == own:
-            self.keys.add_news()
-        else:
-            self.keys.delete(own.statement)
-        return first
-
-    def opened(self) -> _Opened | None:
-        """By whom, if by anyone."""
-        first = self.keys.peek(self._key("first"))
-        return None if first is None else _Opened.from_json(first)
-
-    def statement(self, first: _Opened) -> Statement | None:
-        """Of the rank that came first; None once all ranks have left."""
-        found = self.keys.peek(first.statement)
-        return None if found is None else _of_json(found)
-
-    def result(self) -> str | None:
-        return self.keys.peek(self._key("result"))
-
-    def absent(self, ranks: Iterable[int]) -> list[int]:
-        came = {int(rank) for rank in (self.keys.peek(self._key("came")) or "").split()}
-        return [rank for rank in ranks if rank not in came]
-
-    def leave(self) -> None:
-        """Once this rank has read the result."""
-        if self.keys.add(self._key("count")) == 2 * self.num_ranks:
-            if (first := self.opened()) is not None:
-                self.keys.delete(first.statement)
-            self._delete("first", "came", "result", "count")
-
-    def decide(self, error: str | None, text: str) -> None:
-        self.keys.put(self._key("decision"), json.dumps([error, text]))
-
-    def decision(self) -> str | None:
-        return self.keys.peek(self._key("decision"))
-
-    def leave_decided(self) -> None:
-        """Once this rank, which is not the first, has read the decision."""
-        if self.keys.add(self._key("count")) == self.num_ranks - 1:
-            self._delete("decision", "count")
-
-    def _key(self, name: str) -> str:
-        return f"{self.number}/{name}"
-
-    def _delete(self, *names: str) -> None:
-        for name in names:
-            self.keys.delete(self._key(name))
-
-
-def _digest(statement: Statement) -> str:
-    return hashlib.sha256("\n".join(line.text for line in statement).encode()).hexdigest()
-
-
-def _to_json(statement: Statement) -> str:
-    return json.dumps([[line.text, line.source] for line in statement])
-
-
-def _of_json(text: str) -> Statement:
-    return [Line(*line) for line in json.loads(text)]
 
 
 def _absent_text(absent: Sequence[int], rank: int) -> str:
@@ -595,21 +396,6 @@ def _absent_text(absent: Sequence[int], rank: int) -> str:
         named += f" and {len(absent) - _MOST_NAMED} more"
     have = f"rank {named} has" if len(absent) == 1 else f"ranks {named} have"
     return f"{have} not come to where rank {rank} is"
-
-
-def _difference(first_rank: int, first: Statement, other_rank: int, other: Statement) -> str:
-    """The first line in which two statements differ."""
-    pairs = enumerate(itertools.zip_longest(first, other, fillvalue=Line("nothing")), 1)
-    number, (line, other_line) = next((number, pair) for number, pair in pairs if pair[0].text != pair[1].text)
-    lines = sorted([(first_rank, line), (other_rank, other_line)], key=itemgetter(0))
-    return "\n".join(
-        (
-            " and ".join(f"rank {rank}" for rank, _ in lines) + f" differ, first in number {number}:",
-            *(f"  rank {rank}: {line}" for rank, line in lines),
-            "All ranks have to build the same model, to shard it alike, to train and to evaluate it together, and to "
-            "take the same branches in its forward",
-        )
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------

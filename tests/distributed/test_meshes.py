@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, RankError, fsdp_compile, shard
 from fsdp_compile.errors import CaptureError
-from fsdp_compile.runtime.agreement import Line, agreement_of
+from fsdp_compile.runtime.agreement import agreement_of
+from fsdp_compile.runtime.comparison import Line
 from tests.distributed.training import (
     adamw,
     assert_close,
