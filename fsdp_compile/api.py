@@ -34,8 +34,8 @@ from .module.sharding import (
     check_dense,
     check_modules,
     check_not_sharded,
+    leeway_of,
     note_sharding,
-    options_of,
     pipeline_of,
     shard_parameters,
     sharding_of,
@@ -319,7 +319,7 @@ def _rewrite(
     if schedule.hardware is None:
         return capture_only(reading, args, kwargs, pipeline)
     goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
-    return capture_only(reading, args, kwargs, pipeline, Planner(options_of(*open_options), goal, {}, _alone).plan)
+    return capture_only(reading, args, kwargs, pipeline, Planner(leeway_of(*open_options), goal, {}, _alone).plan)
 
 
 def _alone(program: str, make: Callable[[], str]) -> str:

@@ -1,7 +1,7 @@
 """Mixed precision: which policy holds for which parameter, and where modules cast what they are called with.
 
-Parameters are cast as shards, before they are gathered, and gradients as they are reduced; `layout.py` and the passes
-do that. What is left is the casts at the boundaries of modules, which are hooks that Dynamo traces.
+Parameters are cast as shards, before they are gathered, and gradients as they are reduced; `layout/buckets.py` and the
+passes do that. What is left is the casts at the boundaries of modules, which are hooks that Dynamo traces.
 """
 
 from __future__ import annotations

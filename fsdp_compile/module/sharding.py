@@ -26,7 +26,7 @@ from ..passes import ops
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..planning.options import ScheduleConfig
-from ..planning.step_plans import Goal, Options, Planner
+from ..planning.step_plans import Goal, Leeway, Planner
 from ..runtime.compilations import Compilations
 from ..runtime.flat_shard import FlatShard, Shards
 from ..runtime.gradients import carry_hooks, reduce_leftovers, watch_whole
@@ -104,7 +104,7 @@ class Sharding(Shards):
         """What plans this model's graphs; None if their schedule follows from the options. As `pipeline` otherwise."""
         if self.schedule.hardware is None:
             return None
-        options = options_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
+        leeway = leeway_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
         goal = Goal(self.schedule.hardware, self.schedule.memory_budget, compiler.backend)  # type: ignore[arg-type]
 
         agreement = self.agreement
@@ -114,7 +114,7 @@ class Sharding(Shards):
                 return make()
             return agreement.decided_by_first(statement_of_program(program), make)
 
-        return Planner(options, goal, self.plans, decide)
+        return Planner(leeway, goal, self.plans, decide)
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks what a call raised on this one; RuntimeError if they cannot be told."""
@@ -196,15 +196,15 @@ def pipeline_of(
     )
 
 
-def options_of(
+def leeway_of(
     schedule: ScheduleConfig, units: list[str], num_shards: int, parts: Mapping[int, ops.Part], grouped: bool
-) -> Options:
+) -> Leeway:
     """What a planner may choose from."""
     fixed = schedule.reshard_of_unit(units, num_shards)
     freed = dict.fromkeys(units, True) | {unit: value for unit, value in fixed.items() if value}
     base = dataclasses.replace(schedule, reshard_after_forward=freed, forward_prefetch=0, backward_prefetch=0)
     forms = {"packed": (True,), "grouped": (False,)}.get(schedule.collective_lowering, (False, True))
-    return Options(
+    return Leeway(
         lambda plan: pipeline_of(schedule, units, num_shards, parts, grouped, plan),
         pipeline_of(base, units, num_shards, parts, True, StepPlan((), (), (), 1)),
         forms,

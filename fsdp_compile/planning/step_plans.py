@@ -51,7 +51,7 @@ class Goal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Leeway:
     """What the user's options leave open.
 
     Attributes:
@@ -81,17 +81,17 @@ class Found:
         return self.prediction.memory.peak.total
 
 
-def find_plan(draft: Draft, options: Options, goal: Goal) -> Found:
+def find_plan(draft: Draft, leeway: Leeway, goal: Goal) -> Found:
     """The fastest plan that fits, or what the user asked for where that is as fast.
 
     Raises:
         ConfigError: no plan fits into a memory budget. Without one, what needs least is returned.
     """
-    program = _Program(draft, options, goal)
+    program = _Program(draft, leeway, goal)
     step = program.step(None)
     best = step.best(goal.limit)
     candidates = [program.found(None), *program.planned(step, best, None)]
-    if options.activations and _is_short(step, best, candidates, goal):
+    if leeway.activations and _is_short(step, best, candidates, goal):
         for activations in _ACTIVATIONS:
             step = program.step(activations)
             seconds = [found.prediction.seconds for found in candidates if found.peak <= goal.limit]
@@ -113,18 +113,18 @@ class _Program:
     """What is planned: its graphs for any plan, and what for."""
 
     draft: Draft
-    options: Options
+    leeway: Leeway
     goal: Goal
 
     def step(self, activations: float | None) -> StepChains:
         """What plans with this activation memory budget are made from."""
-        graphs = self.draft(self.options.base, activations)
-        options, goal = self.options, self.goal
-        return StepChains.of(graphs, goal.hardware, goal.compiler, forms=options.forms, fixed=options.fixed)
+        graphs = self.draft(self.leeway.base, activations)
+        leeway, goal = self.leeway, self.goal
+        return StepChains.of(graphs, goal.hardware, goal.compiler, forms=leeway.forms, fixed=leeway.fixed)
 
     def found(self, plan: StepPlan | None) -> Found:
         """What the plan takes, predicted in full."""
-        graphs = self.draft(self.options.pipeline(plan), plan.activations if plan else None)
+        graphs = self.draft(self.leeway.pipeline(plan), plan.activations if plan else None)
         return Found(plan, predict(graphs, self.goal.hardware, compiler=self.goal.compiler))
 
     def planned(self, step: StepChains, best: Estimate | None, activations: float | None) -> list[Found]:
@@ -186,7 +186,7 @@ class Planner:
         decide: (program, what to do) to what the first rank's doing of it returned.
     """
 
-    options: Options
+    leeway: Leeway
     goal: Goal
     plans: dict[str, StepPlan | None]
     decide: Callable[[str, Callable[[], str]], str]
@@ -202,13 +202,13 @@ class Planner:
             self.plans[program] = StepPlan.from_json(made) if made else None
         plan = self.plans[program]
         if self.goal.memory_budget is not None:
-            found = _Program(draft, self.options, self.goal).found(plan)
+            found = _Program(draft, self.leeway, self.goal).found(plan)
             if found.peak > self.goal.limit:
                 raise ConfigError(_what_is_missing(found, self.goal))
         return plan
 
     def _made(self, draft: Draft) -> str:
-        plan = find_plan(draft, self.options, self.goal).plan
+        plan = find_plan(draft, self.leeway, self.goal).plan
         return plan.to_json() if plan else ""
 
 

@@ -1,1 +1,1 @@
-"""The run time: kernels, gradients, optimizers, process groups. Private torch API stays here and in capture.py."""
+"""The run time: kernels, gradients, optimizers, process groups. Private torch API is imported here."""
