@@ -66,7 +66,7 @@ def test_activations_that_are_computed_again_change_no_number(world_size):
     needed = fsdp_compile(build("gpt"), backend="aot_eager", hardware=SLOW)
     needed(*batch_of_rank(needed, 0)).backward()
     peak = needed.explain(SLOW).predictions[0].memory.peak.total
-    model = fsdp_compile(model, backend="aot_eager", hardware=SLOW, memory_budget=int(0.85 * peak / 0.95))
+    model = fsdp_compile(model, backend="aot_eager", hardware=SLOW, memory_budget=int(0.77 * peak / 0.95))
     losses = train(model, adamw(model.parameters()), STEPS)
     assert model.graphs[0].plan.activations < 1
     expected, expected_losses = train_unsharded("gpt", STEPS)

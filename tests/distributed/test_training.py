@@ -46,7 +46,7 @@ def test_a_sharded_model_trains_without_compilation(world_size, name):
 
 @on_ranks(2)
 def test_torch_compile_with_the_backend_gives_the_same_graphs(world_size):
-    model = compiled(build("gpt"))
+    model = fsdp_compile(build("gpt"))
     model(*batch_of_rank(model, 0)).backward()
 
     sharded = shard(build("gpt"))
