@@ -84,13 +84,20 @@ def compare_micro_batches(tree, steps, options):
     fsdp_compile(model, **options)
     optimizers = [sgd(each.parameters()) for each in (model, expected)]
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    buffers_of_rank = [[buffer.clone() for buffer in expected.buffers()] for _ in range(world_size)]
+
+    def loss_of_rank(each, own, which):
+        for buffer, value in zip(expected.buffers(), buffers_of_rank[each], strict=True):
+            buffer.data = value
+        return expected.loss(expected(*own), which)
+
     for step, (seed, taken) in enumerate(steps):
         for index in range(2):
             rows = [RandomModel.inputs(ROWS, seed=100 * step + 10 * index + each) for each in range(world_size)]
             of_ranks = [taken[(index + each) % len(taken)] for each in range(world_size)]
             with contextlib.nullcontext() if index else model.no_sync():
                 model.loss(model(*rows[rank]), of_ranks[rank]).backward()
-            losses = [expected.loss(expected(*own), which) for own, which in zip(rows, of_ranks, strict=True)]
+            losses = [loss_of_rank(*each) for each in zip(range(world_size), rows, of_ranks, strict=True)]
             torch.stack(losses).mean().backward()
             for each in (model, expected):
                 each.freeze(seed + index)
