@@ -139,8 +139,9 @@ def _shard(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.Mo
     reason = None
     if options.is_auto:
         mesh, options, reason = _choose(model, mesh, options)
-    decision = _on_ranks(model, mesh, decide(model, options))
+    decision = decide(model, options)
     parts = sharded_parts(model)
+    decision = _on_ranks(model, parts, mesh, decision)
     if (agreement := agreement_of(decision.mesh)) is not None:
         agreement.agree(statement_of_decision(decision))
     sharding = shard_parameters(model, decision)
@@ -161,9 +162,9 @@ def decide(model: nn.Module, options: Options) -> Decision:
     return Decision(options, parameters, units, precision, options.schedule)
 
 
-def _on_ranks(model: nn.Module, mesh: DeviceMesh | None, decision: Decision) -> Decision:
+def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | None, decision: Decision) -> Decision:
     """The decision for the ranks that there are. Every rank calls this; they may initialise the process group."""
-    options, parts, device = decision.options, sharded_parts(model), device_of(decision.parameters)
+    options, device = decision.options, device_of(decision.parameters)
     if mesh is None and options.process_group is None:
         mesh = common_mesh(parts)
         initialise_from_environment(device)

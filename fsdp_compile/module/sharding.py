@@ -287,7 +287,7 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
         sharding.divisor = decision.options.reduction.divisor
         sharding.whole = {name: (unit.name, value) for unit in decision.units for name, value in unit.parameters}
     else:
-        reshard = decision.schedule.reshard_of_unit(sharding.units, num_shards_of(decision.mesh)).values()
+        reshard = decision.with_shards(num_shards_of(decision.mesh)).values()
         for size in sorted({value for value in reshard if not isinstance(value, bool)}):
             sharding.parts[size] = part_of(decision.mesh, size)
         _replace_parameters(model, decision, decision.mesh, sharding)

@@ -83,7 +83,8 @@ class ScheduleConfig:
         reshard = self.reshard_after_forward
         if strategy is ShardingStrategy.NO_SHARD and reshard is not None:
             raise ConfigError(f"reshard_after_forward={reshard!r} has no meaning with NO_SHARD: nothing is sharded")
-        return dataclasses.replace(self, reshard_after_forward=False) if _keeps(strategy, reshard) else self
+        keeps = reshard is None and strategy in _KEEPING
+        return dataclasses.replace(self, reshard_after_forward=False) if keeps else self
 
     def reshard_of_unit(self, units: list[str], num_shards: int) -> dict[str, Reshard]:
         """Whether each unit reshards after the forward, for those where that is not left to the passes.
@@ -108,10 +109,6 @@ class ScheduleConfig:
             for glob in self.reshard_after_forward:
                 if not any(is_named(unit, glob) for unit in units):
                     raise ConfigError(f"reshard_after_forward: {glob!r} matches none of the units {units}")
-
-
-def _keeps(strategy: ShardingStrategy, reshard: object) -> bool:
-    return reshard is None and strategy in _KEEPING
 
 
 def _reshard(value: object) -> Reshard | Mapping[str, Reshard] | None:

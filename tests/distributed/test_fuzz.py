@@ -41,12 +41,16 @@ def loss_of(model, rank, step):
     return loss if extra is None else loss + extra.square().mean()
 
 
-def loss_of_replica(model, buffers, rank, step):
-    """The loss of the rank that has these buffers, which are updated."""
+def buffers_of_ranks(model):
+    return [[buffer.clone() for buffer in model.buffers()] for _ in range(dist.get_world_size())]
+
+
+def as_replica(model, buffers, call, *args):
+    """What a call of `model` returns on the rank that has these buffers, which are updated."""
     load_buffers(model, buffers)
-    loss = loss_of(model, rank, step)
+    found = call(*args)
     buffers[:] = [buffer.clone() for buffer in model.buffers()]
-    return loss
+    return found
 
 
 def compare(tree, is_double, options):
@@ -55,11 +59,10 @@ def compare(tree, is_double, options):
     model = copy.deepcopy(expected)
     fsdp_compile(model, **options)
     optimizers = [sgd(each.parameters()) for each in (model, expected)]
-    ranks = range(dist.get_world_size())
-    buffers = [[buffer.clone() for buffer in expected.buffers()] for _ in ranks]
+    buffers = buffers_of_ranks(expected)
     for step in range(3):
         loss = loss_of(model, dist.get_rank(), step)
-        losses = [loss_of_replica(expected, buffers[rank], rank, step) for rank in ranks]
+        losses = [as_replica(expected, own, loss_of, expected, rank, step) for rank, own in enumerate(buffers)]
         assert_close(loss, losses[dist.get_rank()])
         if loss.requires_grad:
             loss.backward()
@@ -84,11 +87,9 @@ def compare_micro_batches(tree, steps, options):
     fsdp_compile(model, **options)
     optimizers = [sgd(each.parameters()) for each in (model, expected)]
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    buffers_of_rank = [[buffer.clone() for buffer in expected.buffers()] for _ in range(world_size)]
+    buffers = buffers_of_ranks(expected)
 
-    def loss_of_rank(each, own, which):
-        for buffer, value in zip(expected.buffers(), buffers_of_rank[each], strict=True):
-            buffer.data = value
+    def loss_of_heads(own, which):
         return expected.loss(expected(*own), which)
 
     for step, (seed, taken) in enumerate(steps):
@@ -97,7 +98,8 @@ def compare_micro_batches(tree, steps, options):
             of_ranks = [taken[(index + each) % len(taken)] for each in range(world_size)]
             with contextlib.nullcontext() if index else model.no_sync():
                 model.loss(model(*rows[rank]), of_ranks[rank]).backward()
-            losses = [loss_of_rank(*each) for each in zip(range(world_size), rows, of_ranks, strict=True)]
+            given = zip(buffers, rows, of_ranks, strict=True)
+            losses = [as_replica(expected, own, loss_of_heads, *each) for own, *each in given]
             torch.stack(losses).mean().backward()
             for each in (model, expected):
                 each.freeze(seed + index)
@@ -144,7 +146,7 @@ def compare_retries(tree, part, sizes):
     budget = int(part * predict(graphs, hardware).memory.peak.total)
     model = fsdp_compile(copy.deepcopy(expected), backend="aot_eager", dynamic=False, memory_budget=budget, **options)
     optimizers = [sgd(each.parameters()) for each in (model, expected)]
-    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    buffers, rank = buffers_of_ranks(expected), dist.get_rank()
     for step in range(len(sizes)):
 
         def call(rows, each=model, seed=100 * step + rank):
@@ -156,9 +158,12 @@ def compare_retries(tree, part, sizes):
         except ConfigError:
             assert step == 0  # on all ranks: none has come further
             return
-        rows_of_rank: list[int] = [0] * len(ranks)
+        rows_of_rank: list[int] = [0] * len(buffers)
         dist.all_gather_object(rows_of_rank, rows)
-        losses = [call(num, expected, 100 * step + other) for other, num in enumerate(rows_of_rank)]
+        losses = [
+            as_replica(expected, own, call, num, expected, 100 * step + other)
+            for other, (own, num) in enumerate(zip(buffers, rows_of_rank, strict=True))
+        ]
         assert_close(loss, losses[rank])
         if loss.requires_grad:
             loss.backward()
