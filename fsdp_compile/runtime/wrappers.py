@@ -1,10 +1,10 @@
 """Wrappers that train a module on several ranks in their own way, around a sharded one or inside what is to be sharded.
 
 They are refused where they first show: DistributedDataParallel and DataParallel of torch register the module as theirs;
-its FullyShardedDataParallel sets an attribute of every module before it changes one; `fully_shard` and `replicate` note
+its FullyShardedDataParallel sets attributes of every module before it changes one; `fully_shard` and `replicate` note
 themselves on the module, and ask for the note; accelerate asks whether the model is prepared already.
 
-Private, as of torch 2.11 to 2.15: that attribute, and the keys of those notes. Of accelerate 1.15: its attribute.
+Private, as of torch 2.11 to 2.15: those attributes, and the keys of those notes. Of accelerate 1.15: its attribute.
 """
 
 from __future__ import annotations
@@ -58,15 +58,17 @@ class RefusesWrappers:
     def _is_accelerate_prepared(self, value: bool) -> None:
         vars(self)["_is_accelerate_prepared"] = value
 
+    # What FSDP sets first, `_is_fsdp_managed_module`, cannot be watched: Dynamo reads it past properties.
     @property
-    def _is_fsdp_managed_module(self) -> bool:
-        return bool(vars(self).get("_is_fsdp_managed_module"))
+    def _fsdp_use_orig_params(self) -> bool:
+        return bool(vars(self).get("_fsdp_use_orig_params"))
 
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, value: bool) -> None:
+    @_fsdp_use_orig_params.setter
+    def _fsdp_use_orig_params(self, value: bool) -> None:
         if _sharded_parameters(self):  # type: ignore[arg-type]
+            vars(self).pop("_is_fsdp_managed_module", None)
             raise _wraps("FullyShardedDataParallel of torch", self)
-        vars(self)["_is_fsdp_managed_module"] = value
+        vars(self)["_fsdp_use_orig_params"] = value
 
 
 def _note_of(self: Any) -> Any:

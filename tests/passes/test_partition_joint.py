@@ -83,7 +83,7 @@ class Counts(nn.Module):
 
     def forward(self, x):
         before = torch.cos(self.count)
-        x = self.mix(x) * self.rows.clone()[0]
+        x = self.mix(x) * self.rows.neg()[0]
         self.count += 1
         self.rows *= 2
         return x * before * self.count
@@ -105,7 +105,7 @@ class WrittenTwice(torch.autograd.Function):
 
 class CountsBackwards(Counts):
     def forward(self, x):
-        x = self.mix(x) * self.rows.clone()[0]
+        x = self.mix(x) * self.rows.neg()[0]
         self.rows += 1
         return WrittenTwice.apply(x, self.rows)
 
@@ -514,8 +514,8 @@ forward(primals_1: f32[], root: f32[8], primals_3: f32[3,4], primals_4: f32[2,4]
   cos: f32[] = cos(primals_1)
   permute: f32[4,4] = permute(mix.weight, [1, 0])
   mm: f32[3,4] = mm(primals_3, permute)
-  select: f32[4] = select.int(primals_4, 0, 0)
-  clone_default_1: f32[4] = clone(select)
+  neg: f32[2,4] = neg(primals_4)
+  select: f32[4] = select.int(neg, 0, 0)
   mul: f32[3,4] = mul(mm, select)
   add: f32[] = add(primals_1, 1)
   mul_1: f32[2,4] = mul(primals_4, 2)
@@ -524,7 +524,7 @@ forward(primals_1: f32[], root: f32[8], primals_3: f32[3,4], primals_4: f32[2,4]
   clone_default: f32[] = clone(primals_1)
   copy_: f32[] = copy_(primals_1, add)
   copy__1: f32[2,4] = copy_(primals_4, mul_1)
-  return [mul_3, primals_1, primals_4, clone_default, clone_default_1, primals_3]""",
+  return [mul_3, primals_1, primals_4, clone_default, primals_3, select]""",
         )
 
     @torch._functorch.config.patch(activation_memory_budget=0.0)
@@ -538,7 +538,8 @@ forward(primals_1: f32[], root: f32[8], primals_3: f32[3,4], primals_4: f32[2,4]
   cos: f32[] = cos(primals_1)
   permute: f32[4,4] = permute(mix.weight, [1, 0])
   mm: f32[3,4] = mm(primals_3, permute)
-  select: f32[4] = select.int(primals_4, 0, 0)
+  neg: f32[2,4] = neg(primals_4)
+  select: f32[4] = select.int(neg, 0, 0)
   mul: f32[3,4] = mul(mm, select)
   add: f32[] = add(primals_1, 1)
   mul_1: f32[2,4] = mul(primals_4, 2)
@@ -558,7 +559,8 @@ backward(clone_default: f32[], clone_default_1: f32[2,4], primals_3: f32[3,4], t
   mul_4: f32[3,4] = mul(tangents_1, add)
   cos: f32[] = cos(clone_default)
   mul_5: f32[3,4] = mul(mul_4, cos)
-  select: f32[4] = select.int(clone_default_1, 0, 0)
+  neg: f32[2,4] = neg(clone_default_1)
+  select: f32[4] = select.int(neg, 0, 0)
   mul_6: f32[3,4] = mul(mul_5, select)
   permute_1: f32[4,3] = permute(mul_6, [1, 0])
   mm_1: f32[4,4] = mm(permute_1, primals_3)
@@ -576,7 +578,8 @@ backward(clone_default: f32[], clone_default_1: f32[2,4], primals_3: f32[3,4], t
             str(graphs.after(PartitionJoint, "backward")),
             """\
 backward(clone_default: f32[2,4], primals_2: f32[3,4], primals_3: f32[2,4], tangents_1: f32[3,4])
-  select: f32[4] = select.int(clone_default, 0, 0)
+  neg: f32[2,4] = neg(clone_default)
+  select: f32[4] = select.int(neg, 0, 0)
   mul_2: f32[3,4] = mul(tangents_1, select)
   permute_1: f32[4,3] = permute(mul_2, [1, 0])
   mm_1: f32[4,4] = mm(permute_1, primals_2)
