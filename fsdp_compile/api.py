@@ -276,7 +276,7 @@ def rewrite(model: nn.Module, *args: Any, world_size: int | tuple[int, int], **k
     if options.memory_budget is not None and hardware is None:
         raise ConfigError("memory_budget needs hardware= to plan for")
     if not options.is_auto:
-        return _rewrite(model, args, kwargs, options, world_size)
+        return rewrite_for(model, args, kwargs, options, world_size)
     if hardware is None:
         raise ConfigError("sharding_strategy='auto' needs hardware= to choose for")
     goal = Goal(hardware, options.schedule.memory_budget, "inductor")
@@ -291,14 +291,21 @@ def _rewriting(
 
     def again(*, world_size: WorldSize, sharding_strategy: ShardingStrategy, hardware: Hardware) -> RewrittenGraphs:
         found = dataclasses.replace(options, sharding_strategy=sharding_strategy, hardware=hardware, memory_budget=None)
-        return _rewrite(model, args, kwargs, found, world_size)
+        return rewrite_for(model, args, kwargs, found, world_size)
 
     return again
 
 
-def _rewrite(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, world_size: object
+def rewrite_for(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    world_size: object,
+    capture: Callable[..., RewrittenGraphs] = capture_only,
+    device: str = "cpu",
 ) -> RewrittenGraphs:
+    """What `capture` makes of a call of the model; tensors on the meta device become tensors of `device`."""
     axes = _axes_of_size(world_size, options.strategy)
     if isinstance(model, nn.Module) and (parts := sharded_parts(model)):
         raise ConfigError(
@@ -311,16 +318,16 @@ def _rewrite(
     layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
     reshard = decision.with_shards(axes.shards.size).values()
     parts_of_size = {size: ops.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
-    reading = reading_copy(model, layouts)
+    reading = reading_copy(model, layouts, device)
     install_casts(reading, decision.precision)
-    args, kwargs = off_meta((args, kwargs))
+    args, kwargs = off_meta((args, kwargs), device)
     schedule, names = decision.schedule, [unit.name for unit in decision.units]
     open_options = schedule, names, axes.shards.size, parts_of_size, schedule.collective_lowering != "packed"
-    pipeline = partial(pipeline_of, *open_options)
-    if schedule.hardware is None:
-        return capture_only(reading, args, kwargs, pipeline)
-    goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
-    return capture_only(reading, args, kwargs, pipeline, Planner(leeway_of(*open_options), goal, {}, _alone).plan)
+    pipeline, plan = partial(pipeline_of, *open_options), None
+    if schedule.hardware is not None:
+        goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
+        plan = Planner(leeway_of(*open_options), goal, {}, _alone).plan
+    return capture(reading, args, kwargs, pipeline, plan)
 
 
 def _alone(program: str, make: Callable[[], str]) -> str:

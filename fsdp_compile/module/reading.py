@@ -130,20 +130,20 @@ def is_reading(module: nn.Module) -> bool:
     return "_fsdp_running" in vars(module)
 
 
-def reading_copy(model: nn.Module, layouts: Sequence[Layout]) -> nn.Module:
+def reading_copy(model: nn.Module, layouts: Sequence[Layout], of_meta: str = "cpu") -> nn.Module:
     """The module tree anew, with the tensors of `model`, reading from shards of these layouts that are never touched.
 
-    Tensors on the meta device become CPU tensors, whose memory is never touched either: tracing on the meta device
-    differs from tracing on a real one.
+    Tensors on the meta device become tensors of the device `of_meta`, whose memory is never touched either: tracing on
+    the meta device differs from tracing on a real one.
     """
     is_read = {slot.parameter for layout in layouts for slot in layout.slots}
     held = [parameter for name, parameter in model.named_parameters() if name not in is_read]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
-    memo |= {id(tensor): off_meta(tensor) for tensor in [*held, *model.buffers()]}
+    memo |= {id(tensor): off_meta(tensor, of_meta) for tensor in [*held, *model.buffers()]}
     read_of_parameter = {}
     parameter_of_name = dict(model.named_parameters())
     for layout in layouts:
-        device = "cpu" if layout.device.type == "meta" else layout.device
+        device = of_meta if layout.device.type == "meta" else layout.device
         data = nn.Parameter(torch.empty(layout.numel, dtype=layout.dtype, device=device), layout.requires_grad)
         shard = StandIn(data)
         for slot in layout.slots:
@@ -151,7 +151,7 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout]) -> nn.Module:
             read_of_parameter[parameter_of_name[slot.parameter]] = read
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
-        vars(module).update({name: off_meta(value) for name, value in vars(module).items() if torch.is_tensor(value)})
+        vars(module).update({name: off_meta(value, of_meta) for name, value in vars(module).items() if torch.is_tensor(value)})
     install_reads(copied, read_of_parameter, Running(num_calls=1))
     checkpoint_in_forward(copied)
     return copied

@@ -1,0 +1,130 @@
+"""Build: the program that a GPU would run for a training step, as Inductor generates and Triton compiles it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._functorch.config
+from torch import nn
+from torch._C._distributed_c10d import HashStore, ProcessGroup, _register_process_group, _unregister_process_group
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import config
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..api import rewrite_for
+from ..compiler.capture import Capture, MakePlan
+from ..graphs import RewrittenGraphs
+from ..options import Options
+from ..passes.pipeline import Pipeline
+from ..passes.plan import StepPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a rank would run.
+
+    Attributes:
+        graphs: the rewritten graphs.
+        wrappers: the generated Python of the forward and, where gradients are asked for, of the backward.
+        kernels: the compiled Triton kernels by name, each with a candidate for every configuration it is tuned over.
+    """
+
+    graphs: RewrittenGraphs
+    wrappers: Sequence[str]
+    kernels: Mapping[str, CachingAutotuner]
+
+
+_SETTINGS: dict[str, Any] = {
+    "compile_threads": 1,  # others would be processes without the emulation
+    "fx_graph_cache": False,
+    "joint_graph_constant_folding": False,  # it would compute constants on the device
+    "triton.unique_kernel_names": True,
+}
+
+
+def build(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, world_size: int | tuple[int, int]
+) -> Program:
+    """The program of a rank for `model(*args, **kwargs)`; model and inputs are on the meta device.
+
+    Raises:
+        ConfigError: as `rewrite`.
+        CaptureError: the call cannot be traced as one graph.
+    """
+    wrappers: list[str] = []
+    kernels: dict[str, CachingAutotuner] = {}
+    with _noting(wrappers, kernels), FakeTensorMode(allow_non_fake_inputs=True):
+        graphs = rewrite_for(model, args, kwargs, options, world_size, _compile_only, "cuda")
+    return Program(graphs, wrappers, kernels)
+
+
+@contextmanager
+def _noting(wrappers: list[str], kernels: dict[str, CachingAutotuner]) -> Iterator[None]:
+    precompile = CachingAutotuner.precompile
+
+    def noted(self: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
+        precompile(self, *args, **kwargs)
+        kernels[self.inductor_meta["kernel_name"]] = self
+
+    with (
+        patch.object(GraphLowering, "save_output_code", wrappers.append),
+        patch.object(CachingAutotuner, "precompile", noted),
+        config.patch(_SETTINGS),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+    ):
+        yield
+
+
+class _Compiled(Exception):
+    """Ends a call whose graphs are compiled: nothing can run."""
+
+
+def _compile_only(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    pipeline: Callable[[StepPlan | None], Pipeline],
+    plan: MakePlan | None = None,
+) -> RewrittenGraphs:
+    """As `capture_only`, but the graphs are compiled."""
+    found: list[RewrittenGraphs] = []
+    groups: dict[str, ProcessGroup] = {}
+
+    def note(graphs: RewrittenGraphs) -> None:
+        found.append(graphs)
+        groups.update(_groups_of(graphs))
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        Capture(pipeline, plan, note, lambda *_: lambda returned: None).compile(gm, example_inputs)
+        raise _Compiled
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    try:
+        torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+    except BackendCompilerFailed as e:
+        if not isinstance(e.inner_exception, _Compiled):
+            raise
+    return found[0]
+
+
+def _groups_of(graphs: RewrittenGraphs) -> dict[str, ProcessGroup]:
+    """The process groups of the collectives, registered by name, since Inductor looks them up; they move nothing."""
+    groups = {}
+    for lowered in filter(None, (graphs.lowered.forward, graphs.lowered.backward)):
+        for node in lowered.graph.nodes:
+            if getattr(node.target, "namespace", "") == "_c10d_functional" and isinstance(name := node.args[-1], str):
+                size = node.args[-2] if isinstance(node.args[-2], int) else 1  # an all-reduce does not say it
+                groups[name] = ProcessGroup(HashStore(), 0, size)
+    for name, group in groups.items():
+        _unregister_process_group(name)
+        _register_process_group(name, group)
+    return groups

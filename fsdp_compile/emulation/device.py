@@ -1,0 +1,94 @@
+"""What Python code of torch, Inductor and Triton asks of a GPU, answered for one that is not there.
+
+Private, as of torch 2.13 and Triton 3.9: what is replaced below, each with who asks.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+import torch._inductor.fx_passes.fuse_attention as fuse_attention
+import torch._inductor.runtime.triton_helpers as triton_helpers
+import torch._inductor.runtime.triton_heuristics as triton_heuristics
+from torch._dynamo.device_interface import CudaInterface
+
+from ..errors import ConfigError
+from .gpus import GPUS, Gpu
+
+
+def emulate(name: str) -> None:
+    """From here on, this process has the GPU of this name, which computes nothing.
+
+    Raises:
+        ConfigError: no such GPU is described, or Triton is not installed, or there is a GPU.
+    """
+    if name not in GPUS:
+        raise ConfigError(f"no GPU {name!r} is described: one of {', '.join(GPUS)}")
+    if torch.cuda.is_available():
+        raise ConfigError("this process has a GPU, and a second one is not emulated beside it")
+    gpu = GPUS[name]
+    _answer_for_torch(gpu)
+    _answer_for_triton(gpu)
+    _answer_for_inductor()
+
+
+def _answer_for_torch(gpu: Gpu) -> None:
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: gpu,
+        "get_device_capability": lambda device=None: (gpu.major, gpu.minor),
+        "get_device_name": lambda device=None: gpu.name,
+        "synchronize": lambda device=None: None,
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device="cuda": None,
+        "is_bf16_supported": lambda including_emulation=True: gpu.major >= 8,
+        "_get_device_properties": lambda device: gpu,
+        "_lazy_init": lambda: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    setattr(torch._C, "_cuda_getDevice", lambda: 0)
+    setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+    torch.version.cuda = "13.0"
+    setattr(CudaInterface, "is_available", staticmethod(lambda: True))
+    setattr(CudaInterface.Worker, "get_device_properties", staticmethod(lambda device=None: gpu))
+
+
+def _answer_for_triton(gpu: Gpu) -> None:
+    try:
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime.driver import driver
+    except ImportError as e:
+        raise ConfigError("emulation compiles with Triton: pip install 'fsdp-compile[gpu]'") from e
+    properties = {
+        "max_shared_mem": gpu.shared_memory_per_block_optin,
+        "multiprocessor_count": gpu.multi_processor_count,
+        "warpSize": gpu.warp_size,
+        "max_num_regs": gpu.regs_per_multiprocessor,
+    }
+    answers: dict[str, Any] = {
+        "get_current_target": lambda: GPUTarget("cuda", gpu.capability, gpu.warp_size),
+        "get_current_device": lambda: 0,
+        "get_current_stream": lambda device=0: 0,
+        "get_active_torch_device": lambda: torch.device("cuda", 0),
+        "get_device_interface": lambda: torch.cuda,
+        "is_active": lambda: True,
+        "utils": types.SimpleNamespace(get_device_properties=lambda device: properties),
+    }
+    driver.set_active(types.SimpleNamespace(**answers))
+    setattr(triton_helpers, "set_driver_to_gpu", lambda: None)  # it would look for libcuda
+
+
+def _answer_for_inductor() -> None:
+    # Kernels are compiled to the last step, and not loaded: that takes a device.
+    setattr(triton_heuristics.CachingAutotuner, "_make_launchers", lambda self: setattr(self, "launchers", [None]))
+    # The patterns of attention are traced on the device that there is; the CPU's are the same.
+    register = fuse_attention._sfdp_init
+    setattr(fuse_attention, "_sfdp_init", lambda device=None: register(torch.device("cpu")))

@@ -1,0 +1,66 @@
+"""Runs a module as on a machine with a GPU: `python -P launch.py GPU MODULE [ARGUMENT ...]`; `command` in __init__.py.
+
+torch looks for CUDA once, while it is imported. So this is a script of its own, run by its path, which imports nothing of
+the package before it has loaded device.cpp, compiled, into the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("device.cpp")
+
+
+def main() -> None:
+    gpu, module, *arguments = sys.argv[1:]
+    found = find_spec("torch")
+    if found is None or not found.submodule_search_locations:
+        sys.exit("error: torch is not installed")
+    torch = Path(found.submodule_search_locations[0])
+    if (torch / "lib/libtorch_cuda.so").exists():
+        sys.exit("error: emulation needs the CPU build of torch, and this is a CUDA build, whose CUDA is not replaced")
+    for library in (torch / "lib/libc10.so", torch / "lib/libtorch_cpu.so", _compiled(torch)):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+    import runpy
+
+    from fsdp_compile.emulation import device
+
+    device.emulate(gpu)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _compiled(torch: Path) -> Path:
+    """The library of device.cpp for this version of torch, in the user's cache; compiled once, in some 5 seconds."""
+    version = (torch / "version.py").read_bytes()
+    key = hashlib.sha256(SOURCE.read_bytes() + version + bytes(torch)).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_compile"
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    library = cache / f"device-{key}.so"
+    if library.exists() and library.stat().st_uid == os.getuid() and not library.stat().st_mode & 0o022:
+        return library
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        made = Path(scratch) / library.name
+        libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu"]
+        command = [os.environ.get("CXX", "g++"), "-std=c++20", "-shared", "-fPIC", "-w", f"-I{torch}/include"]
+        try:
+            subprocess.run([*command, str(SOURCE), "-o", str(made), *libraries], check=True, capture_output=True, text=True)
+        except FileNotFoundError:
+            sys.exit(f"error: emulation compiles {SOURCE.name} with {command[0]}, which is not installed (or set CXX)")
+        except subprocess.CalledProcessError as e:
+            sys.exit(f"error: {SOURCE.name} does not compile against torch {torch}:\n{e.stderr[-2000:]}")
+        made.chmod(0o700)
+        made.replace(library)
+    return library
+
+
+if __name__ == "__main__":
+    main()
