@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import sympy
 import torch
 import torch._functorch.config
 from torch import nn
@@ -15,7 +16,9 @@ from torch._C._distributed_c10d import HashStore, ProcessGroup, _register_proces
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import Layout
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..api import rewrite_for
@@ -27,17 +30,30 @@ from ..passes.plan import StepPlan
 
 
 @dataclasses.dataclass(frozen=True)
+class Half:
+    """The forward or the backward.
+
+    Attributes:
+        wrapper: the generated Python, which calls kernels and libraries.
+        bytes_of_buffer: what each of its buffers and inputs takes, by the name that the wrapper has for it.
+    """
+
+    wrapper: str
+    bytes_of_buffer: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """What a rank would run.
 
     Attributes:
         graphs: the rewritten graphs.
-        wrappers: the generated Python of the forward and, where gradients are asked for, of the backward.
+        halves: the forward and, where gradients are asked for, the backward.
         kernels: the compiled Triton kernels by name, each with a candidate for every configuration it is tuned over.
     """
 
     graphs: RewrittenGraphs
-    wrappers: Sequence[str]
+    halves: Sequence[Half]
     kernels: Mapping[str, CachingAutotuner]
 
 
@@ -45,7 +61,9 @@ _SETTINGS: dict[str, Any] = {
     "compile_threads": 1,  # others would be processes without the emulation
     "fx_graph_cache": False,
     "joint_graph_constant_folding": False,  # it would compute constants on the device
+    "profile_bandwidth": True,  # kernels say how many bytes they move
     "triton.unique_kernel_names": True,
+    "use_static_cuda_launcher": False,  # which forgets how a kernel was compiled
 }
 
 
@@ -58,28 +76,43 @@ def build(
         ConfigError: as `rewrite`.
         CaptureError: the call cannot be traced as one graph.
     """
-    wrappers: list[str] = []
+    halves: list[Half] = []
     kernels: dict[str, CachingAutotuner] = {}
-    with _noting(wrappers, kernels), FakeTensorMode(allow_non_fake_inputs=True):
+    with _noting(halves, kernels), FakeTensorMode(allow_non_fake_inputs=True):
         graphs = rewrite_for(model, args, kwargs, options, world_size, _compile_only, "cuda")
-    return Program(graphs, wrappers, kernels)
+    return Program(graphs, halves, kernels)
 
 
 @contextmanager
-def _noting(wrappers: list[str], kernels: dict[str, CachingAutotuner]) -> Iterator[None]:
+def _noting(halves: list[Half], kernels: dict[str, CachingAutotuner]) -> Iterator[None]:
     precompile = CachingAutotuner.precompile
+
+    def note_half(wrapper: str) -> None:
+        buffers = {**V.graph.name_to_buffer, **V.graph.graph_inputs}
+        halves.append(Half(wrapper, {name: _num_bytes(buffer) for name, buffer in buffers.items()}))
 
     def noted(self: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
         precompile(self, *args, **kwargs)
         kernels[self.inductor_meta["kernel_name"]] = self
 
     with (
-        patch.object(GraphLowering, "save_output_code", wrappers.append),
+        patch.object(GraphLowering, "save_output_code", note_half),
         patch.object(CachingAutotuner, "precompile", noted),
         config.patch(_SETTINGS),
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
     ):
         yield
+
+
+def _num_bytes(buffer: Any) -> int:
+    """Of a buffer of Inductor's with numbers for sizes; 0 for what is no tensor."""
+    try:
+        layout = buffer.get_layout()
+    except NotImplementedError:
+        return 0
+    if not isinstance(layout, Layout) or not all(isinstance(size, (int, sympy.Integer)) for size in layout.size):
+        return 0
+    return int(layout.storage_size()) * layout.dtype.itemsize
 
 
 class _Compiled(Exception):
