@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
-import inspect
 import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +26,13 @@ from ..costs.hardware import HARDWARE, Hardware, find_hardware
 from ..costs.optimizers import OPTIMIZERS
 from ..costs.predict import Prediction, predict
 from ..environment import initialise_from_environment
-from ..errors import CaptureError, ConfigError, one_line
+from ..errors import CaptureError, ConfigError
 from ..planning.step_plans import Goal
 from ..planning.strategies import best_strategy, candidates, is_auto
 from ..report import Schedule, page, trace
+from .build import add_build
 from .doctor import examine
+from .models import load, made_on_meta
 
 _GIB = 2**30
 _WIDTH = 110  # columns that the table needs
@@ -57,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="errors with their tracebacks")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands)
+    add_build(commands)
     _add_report(commands)
     _add_calibrate(commands)
     doctor = commands.add_parser(
@@ -184,12 +184,12 @@ def _calibrate(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    make_model, make_inputs = _load(options.model, options.inputs)
+    make_model, make_inputs = load(options.model, options.inputs)
     hardware = find_hardware(options.hardware)
     rows, schedules, reasons = [], [], []
     for gpus, batch, strategy in itertools.product(options.gpus, options.batch, options.strategy):
         print(f"planning {gpus} GPUs, {batch} x {options.seq} tokens each, {strategy}", file=sys.stderr)
-        model, inputs = _made(make_model, make_inputs, batch, options)
+        model, inputs = made_on_meta(make_model, make_inputs, batch, options)
         rewriting = partial(rewrite, model, *inputs, collective_lowering=options.lowering)
         if is_auto(strategy):
             goal = Goal(hardware, None, "inductor")
@@ -215,56 +215,6 @@ def _plan(options: argparse.Namespace) -> None:
         console.print(_table(rows, hardware))
         for reason in reasons:
             console.print(reason)
-
-
-def _made(
-    make_model: Callable[[], Any], make_inputs: Callable[[int, int], Any], batch: int, options: argparse.Namespace
-) -> tuple[torch.nn.Module, Sequence[Any]]:
-    """The model and its arguments on the meta device, where it has been called with them once."""
-    with torch.device("meta"):
-        with _naming(f"{options.model}()"):
-            model = make_model()
-        if not isinstance(model, torch.nn.Module):
-            raise ConfigError(f"{options.model}() returns a model, not {type(model).__name__}")
-        call = f"{options.inputs}({batch}, {options.seq})"
-        with _naming(call):
-            inputs = make_inputs(batch, options.seq)
-        if not isinstance(inputs, (tuple, list)):
-            raise ConfigError(f"{call} returns the arguments of the model as a tuple, not {type(inputs).__name__}")
-        with _naming(f"the model, called with what {call} returned,"), torch.no_grad():
-            model(*inputs)
-    return model, inputs
-
-
-def _load(target: str, inputs: str) -> tuple[Callable[[], Any], Callable[[int, int], Any]]:
-    path, _, name = target.rpartition(":")
-    if not path:
-        raise ConfigError(f"{target!r} is no FILE:FUNCTION: say which function of the file returns the model")
-    if not Path(path).is_file():
-        raise ConfigError(f"{target!r} is no FILE:FUNCTION: there is no file {path!r}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(Path(path).parent))
-    with _naming(f"{path}, which is run for its functions,"):
-        spec.loader.exec_module(module)
-    for wanted in (name, inputs):
-        if not callable(getattr(module, wanted, None)):
-            functions = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
-            raise ConfigError(f"{path} has no function {wanted!r}; it has {functions}")
-    return getattr(module, name), getattr(module, inputs)
-
-
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Inside, whatever code of the user raises is an error that says which code that was."""
-    try:
-        yield
-    except (ConfigError, CaptureError):
-        raise
-    except (Exception, SystemExit) as e:
-        raise ConfigError(f"{what} raised {one_line(e)} (--debug shows where)") from e
 
 
 def _world_size(gpus: int, strategy: str, hardware: Hardware) -> int | tuple[int, int]:

@@ -54,11 +54,11 @@ def _answer_for_torch(gpu: Gpu) -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    setattr(torch._C, "_cuda_getDevice", lambda: 0)
-    setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+    torch._C._cuda_getDevice = lambda: 0
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch.version.cuda = "13.0"
-    setattr(CudaInterface, "is_available", staticmethod(lambda: True))
-    setattr(CudaInterface.Worker, "get_device_properties", staticmethod(lambda device=None: gpu))
+    CudaInterface.is_available = staticmethod(lambda: True)
+    CudaInterface.Worker.get_device_properties = staticmethod(lambda device=None: gpu)
 
 
 def _answer_for_triton(gpu: Gpu) -> None:
@@ -83,12 +83,12 @@ def _answer_for_triton(gpu: Gpu) -> None:
         "utils": types.SimpleNamespace(get_device_properties=lambda device: properties),
     }
     driver.set_active(types.SimpleNamespace(**answers))
-    setattr(triton_helpers, "set_driver_to_gpu", lambda: None)  # it would look for libcuda
+    triton_helpers.set_driver_to_gpu = lambda: None  # it would look for libcuda
 
 
 def _answer_for_inductor() -> None:
     # Kernels are compiled to the last step, and not loaded: that takes a device.
-    setattr(triton_heuristics.CachingAutotuner, "_make_launchers", lambda self: setattr(self, "launchers", [None]))
+    triton_heuristics.CachingAutotuner._make_launchers = lambda self: setattr(self, "launchers", [None])
     # The patterns of attention are traced on the device that there is; the CPU's are the same.
     register = fuse_attention._sfdp_init
-    setattr(fuse_attention, "_sfdp_init", lambda device=None: register(torch.device("cpu")))
+    fuse_attention._sfdp_init = lambda device=None: register(torch.device("cpu"))

@@ -52,7 +52,9 @@ def _compiled(torch: Path) -> Path:
         libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu"]
         command = [os.environ.get("CXX", "g++"), "-std=c++20", "-shared", "-fPIC", "-w", f"-I{torch}/include"]
         try:
-            subprocess.run([*command, str(SOURCE), "-o", str(made), *libraries], check=True, capture_output=True, text=True)
+            subprocess.run(
+                [*command, str(SOURCE), "-o", str(made), *libraries], check=True, capture_output=True, text=True
+            )
         except FileNotFoundError:
             sys.exit(f"error: emulation compiles {SOURCE.name} with {command[0]}, which is not installed (or set CXX)")
         except subprocess.CalledProcessError as e:

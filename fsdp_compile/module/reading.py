@@ -151,7 +151,9 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout], of_meta: str = "cp
             read_of_parameter[parameter_of_name[slot.parameter]] = read
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
-        vars(module).update({name: off_meta(value, of_meta) for name, value in vars(module).items() if torch.is_tensor(value)})
+        vars(module).update(
+            {name: off_meta(value, of_meta) for name, value in vars(module).items() if torch.is_tensor(value)}
+        )
     install_reads(copied, read_of_parameter, Running(num_calls=1))
     checkpoint_in_forward(copied)
     return copied

@@ -1,0 +1,66 @@
+"""The model of a command: a function in a file of the user's, and another for its inputs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError, ConfigError, one_line
+
+
+def made_on_meta(
+    make_model: Callable[[], Any], make_inputs: Callable[[int, int], Any], batch: int, options: argparse.Namespace
+) -> tuple[torch.nn.Module, Sequence[Any]]:
+    """The model and its arguments on the meta device, where it has been called with them once."""
+    with torch.device("meta"):
+        with _naming(f"{options.model}()"):
+            model = make_model()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"{options.model}() returns a model, not {type(model).__name__}")
+        call = f"{options.inputs}({batch}, {options.seq})"
+        with _naming(call):
+            inputs = make_inputs(batch, options.seq)
+        if not isinstance(inputs, (tuple, list)):
+            raise ConfigError(f"{call} returns the arguments of the model as a tuple, not {type(inputs).__name__}")
+        with _naming(f"the model, called with what {call} returned,"), torch.no_grad():
+            model(*inputs)
+    return model, inputs
+
+
+def load(target: str, inputs: str) -> tuple[Callable[[], Any], Callable[[int, int], Any]]:
+    path, _, name = target.rpartition(":")
+    if not path:
+        raise ConfigError(f"{target!r} is no FILE:FUNCTION: say which function of the file returns the model")
+    if not Path(path).is_file():
+        raise ConfigError(f"{target!r} is no FILE:FUNCTION: there is no file {path!r}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(Path(path).parent))
+    with _naming(f"{path}, which is run for its functions,"):
+        spec.loader.exec_module(module)
+    for wanted in (name, inputs):
+        if not callable(getattr(module, wanted, None)):
+            functions = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+            raise ConfigError(f"{path} has no function {wanted!r}; it has {functions}")
+    return getattr(module, name), getattr(module, inputs)
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Inside, whatever code of the user raises is an error that says which code that was."""
+    try:
+        yield
+    except (ConfigError, CaptureError):
+        raise
+    except (Exception, SystemExit) as e:
+        raise ConfigError(f"{what} raised {one_line(e)} (--debug shows where)") from e
