@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile import RankError, fsdp_compile, shard
-from fsdp_compile.runtime import agreement
+from fsdp_compile.runtime.watching import TICK
 from tests import ranks
 from tests.distributed.training import adamw, hybrid_mesh
 from tests.ranks import run_on_ranks, run_until_parted
@@ -132,7 +132,7 @@ def evaluate_on_one_replica():
         with torch.no_grad():
             for _ in range(num_evaluated):
                 model(x)
-        time.sleep(2.5 * agreement._TICK)
+        time.sleep(2.5 * TICK)
         model(x).backward()
 
     step(num_evaluated=1)
