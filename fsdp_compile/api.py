@@ -26,20 +26,19 @@ from .layout.buckets import NO_AXIS, Axes, Axis, Placement, check_parameters, la
 from .layout.precision import find_precision, install_casts
 from .layout.units import Unit, find_units
 from .module.adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
-from .module.decision import Decision, compute_device, statement_of_decision
-from .module.newcomers import newcomers, owners_left, refuse
-from .module.reading import off_meta, reading_copy
-from .module.sharded_module import become_sharded
-from .module.sharding import (
+from .module.decision import (
+    Decision,
     check_dense,
     check_modules,
     check_not_sharded,
-    leeway_of,
-    note_sharding,
-    pipeline_of,
-    shard_parameters,
-    sharding_of,
+    compute_device,
+    statement_of_decision,
 )
+from .module.newcomers import newcomers, owners_left, refuse
+from .module.reading import off_meta, reading_copy
+from .module.replacement import shard_parameters
+from .module.sharded_module import become_sharded
+from .module.sharding import leeway_of, note_sharding, pipeline_of, sharding_of
 from .options import Options, taken, takes
 from .passes import ops
 from .planning.step_plans import Goal, Planner

@@ -1,7 +1,6 @@
 """What a careful engineer would ask of the graphs of a GPT with tied embedding and head, on four ranks."""
 
 import pytest
-import torch
 
 from fsdp_compile import rewrite
 from fsdp_compile.passes import analysis, ops
@@ -12,9 +11,7 @@ UNITS = ["tokens+positions", "blocks.0", "blocks.1"]
 LAST = "tokens+positions"  # its tied weight is the head's
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def gpt_graphs(**options):
