@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.fx
 
-from . import analysis, ops
+from . import analysis, metadata, ops
 from .plan import Gather
 
 
@@ -128,7 +128,7 @@ class GatheredBucket:
 
     @property
     def is_parted(self) -> bool:
-        return bool(self.parts) or ops.kept_part(self.shard) is not None
+        return bool(self.parts) or metadata.kept_part(self.shard) is not None
 
     @property
     def first_use(self) -> torch.fx.Node:
@@ -155,7 +155,7 @@ def gathered_buckets(graph: torch.fx.Graph) -> list[GatheredBucket]:
 def _bucket(shard: torch.fx.Node, uses: dict[torch.fx.Node, torch.fx.Node]) -> GatheredBucket:
     first = next(iter(uses))
     name, world_size, group = (ops.argument(first, name) for name in ("bucket", "world_size", "group"))
-    part = ops.kept_part(shard)
+    part = metadata.kept_part(shard)
     gathered = (world_size, group) if part is None else (part.size, part.group)
     return GatheredBucket(shard, uses, name, world_size, *gathered)
 
@@ -172,7 +172,7 @@ def _converted(graph: torch.fx.Graph, bucket: GatheredBucket) -> torch.fx.Node:
 
 def _sink_parameter_values(graph: torch.fx.Graph) -> None:
     """Move every value that follows from parameters alone to just before the first node that needs it."""
-    full = {node for node in graph.nodes if ops.is_call(node, ops.UNSHARD) or ops.kept_parameter(node)}
+    full = {node for node in graph.nodes if ops.is_call(node, ops.UNSHARD) or metadata.kept_parameter(node)}
     movable = analysis.parameter_only(graph, full) - full
     position = analysis.positions(graph)
     key: dict[torch.fx.Node, Any] = {node: (index, 1, 0) for node, index in position.items()}

@@ -17,7 +17,7 @@ import dataclasses
 
 import torch.fx
 
-from . import analysis, ops
+from . import analysis, metadata, ops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ def full_buffers(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [
         node
         for node in graph.nodes
-        if _is_gathered(node) or _is_copy(node) or _is_converted(node) or ops.kept_parameter(node)
+        if _is_gathered(node) or _is_copy(node) or _is_converted(node) or metadata.kept_parameter(node)
     ]
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from . import ops
+from . import metadata, ops
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -85,8 +85,7 @@ class _Lowering:
 
     def _copy(self, node: torch.fx.Node) -> torch.fx.Node:
         copied = self.graph.call_function(_aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-        copied.meta = {**node.meta, "val": node.meta["val"].clone(memory_format=torch.contiguous_format)}
-        copied.meta.pop("tensor_meta", None)
+        metadata.describe(copied, node.meta["val"].clone(memory_format=torch.contiguous_format), like=node)
         return copied
 
     def section(self, node: torch.fx.Node, dim: int, begin: int, end: int, like: torch.fx.Node) -> torch.fx.Node:
@@ -153,7 +152,7 @@ class _Lowering:
         def gap(begin: int, end: int) -> torch.fx.Node:
             shape, options = [value.shape[0], end - begin], {"dtype": value.dtype, "device": value.device}
             zeros = self.graph.call_function(_aten.full.default, (shape, 0), options)
-            zeros.meta = {"val": value.new_zeros(shape)}
+            metadata.describe(zeros, value.new_zeros(shape))
             return zeros
 
         return gap
@@ -273,7 +272,7 @@ def _pack(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     gap = lowering.zeros(chunks) if ops.argument(node, "accumulated") is None else kept
     joined = lowering.joined(chunks, numel, gap, node)
     if ops.is_call(joined, _aten.cat.default) and all(map(_is_view, joined.args[0])):  # type: ignore[arg-type]
-        ops.copy_whole(joined)
+        metadata.copy_whole(joined)
     return lowering.call(_aten.view.default, joined, [world_size * numel], like=node)
 
 

@@ -24,7 +24,8 @@ itself saves the state of the generator.
 
 A unit that is not resharded after the forward is the exception: its full parameters are saved. Where `reshard` does not
 say otherwise, that is the unit which the forward uses last and the backward needs first: freeing it would buy nothing.
-A unit may also be sharded again over a smaller group (`ops.Part`): the part is saved, and gathered over that group.
+A unit may also be sharded again over a smaller group (`metadata.Part`): the part is saved, and gathered over that
+group.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import Any
 import torch.fx
 from functorch.compile import min_cut_rematerialization_partition
 
-from . import analysis, ops
+from . import analysis, metadata, ops
 from .errors import pass_error
 
 _PREFIX = "primals_unsharded_"  # the partitioner takes inputs by name: `primals` are the forward's
@@ -49,7 +50,7 @@ _PREFIX = "primals_unsharded_"  # the partitioner takes inputs by name: `primals
 class PartitionJoint:
     """`reshard` maps names of units to whether they are resharded after the forward; see the module's text."""
 
-    reshard: Mapping[str, bool | ops.Part] = dataclasses.field(default_factory=dict)
+    reshard: Mapping[str, bool | metadata.Part] = dataclasses.field(default_factory=dict)
 
     def reshard_halves(self, halves: Halves) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         """Forward and backward from what the partitioner left, which is changed."""
@@ -256,7 +257,7 @@ class Crossing:
         return list(found)
 
 
-def kept_buckets(crossing: Crossing, reshard: Mapping[str, bool | ops.Part]) -> set[str]:
+def kept_buckets(crossing: Crossing, reshard: Mapping[str, bool | metadata.Part]) -> set[str]:
     """The buckets whose full parameters the forward saves for the backward."""
     needed = {root for saved in crossing.input_of_saved for root in crossing.roots(saved)}
     gathered = {
@@ -286,7 +287,7 @@ def _last_unit(graph: torch.fx.Graph, bucket_of_parameter: Mapping[torch.fx.Node
     return ops.unit_of_bucket(bucket_of_parameter[max(bucket_of_parameter, key=last_compute)])
 
 
-def _reshard(crossing: Crossing, kept: set[str], reshard: Mapping[str, bool | ops.Part]) -> None:
+def _reshard(crossing: Crossing, kept: set[str], reshard: Mapping[str, bool | metadata.Part]) -> None:
     """Give each side its own unshards, and save shards (or parts) and kept parameters in place of what follows."""
     forward, backward = crossing.forward.graph, crossing.backward.graph
     removed = list(crossing.input_of_saved)
@@ -306,7 +307,7 @@ def _reshard(crossing: Crossing, kept: set[str], reshard: Mapping[str, bool | op
 
     first_compute = next(node for node in backward.nodes if node.op != "placeholder")
 
-    def parted(unshard: Unshard, part: ops.Part) -> torch.fx.Node:
+    def parted(unshard: Unshard, part: metadata.Part) -> torch.fx.Node:
         if unshard.bucket not in part_of_bucket:
             shard = shard_of_name[unshard.shard]
             arguments = unshard.bucket, unshard.world_size, part.size, part.index, unshard.dtype
@@ -318,12 +319,12 @@ def _reshard(crossing: Crossing, kept: set[str], reshard: Mapping[str, bool | op
         unshard = crossing.unshard_of_input[root]
         if unshard.bucket in kept:
             regained[root] = save(root)
-            ops.keep_parameter(regained[root], ops.FullParameter(unshard.parameter, unshard.bucket))
+            metadata.keep_parameter(regained[root], metadata.FullParameter(unshard.parameter, unshard.bucket))
         else:
             part = reshard.get(ops.unit_of_bucket(unshard.bucket))
-            if isinstance(part, ops.Part) and unshard.world_size > 1:
+            if isinstance(part, metadata.Part) and unshard.world_size > 1:
                 shard = save(parted(unshard, part))
-                ops.keep_part(shard, part)
+                metadata.keep_part(shard, part)
             else:
                 shard = save(shard_of_name[unshard.shard])
             with backward.inserting_before(first_compute):

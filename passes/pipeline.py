@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch.fx
 
-from . import ops
+from . import metadata
 from .delay_reduce_scatter_wait import DelayReduceScatterWait
 from .end_lives import EndLives
 from .errors import PassError, VerifyError
@@ -68,7 +68,7 @@ class Pipeline:
     def of(
         cls,
         *,
-        reshard: Mapping[str, bool | ops.Part] | None = None,
+        reshard: Mapping[str, bool | metadata.Part] | None = None,
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
         grouped: bool = False,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.fx
 
-from . import analysis, ops
+from . import analysis, metadata, ops
 from .errors import pass_error
 from .plan import Gather
 from .printer import printed_name
@@ -81,7 +81,7 @@ def first_uses(graph: torch.fx.Graph) -> dict[str, torch.fx.Node]:
     for node in graph.nodes:
         if ops.is_parameter_out(node):
             found.setdefault(ops.argument(node, "parameter"), _before_waits(analysis.kernel_begin(node)))
-        elif kept := ops.kept_parameter(node):
+        elif kept := metadata.kept_parameter(node):
             use = analysis.first_use(node, position)
             found.setdefault(kept.parameter, _before_waits(analysis.kernel_begin(use)))
     return found
@@ -129,7 +129,7 @@ def _uses_of_units(graph: torch.fx.Graph) -> list[tuple[str, list[torch.fx.Node]
     position = analysis.positions(graph)
     bucket_of_use = {_wait(node): ops.argument(node, "bucket") for node in graph.nodes if ops.is_all_gather(node)}
     for node in analysis.inputs(graph):
-        if kept := ops.kept_parameter(node):
+        if kept := metadata.kept_parameter(node):
             bucket_of_use[analysis.first_use(node, position)] = kept.bucket
     units: list[tuple[str, list[torch.fx.Node]]] = []
     for use in sorted(bucket_of_use, key=position.__getitem__):

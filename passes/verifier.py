@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from . import analysis, insert_free, ops
+from . import analysis, insert_free, metadata, ops
 from .errors import VerifyError
 from .printer import excerpt, printed_name
 
@@ -70,7 +70,7 @@ def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
     3. the gradient of a shard has the shard's size.
     """
     graph = forward.graph
-    kept = {marked.parameter for node in analysis.inputs(backward.graph) if (marked := ops.kept_parameter(node))}
+    kept = {marked.parameter for node in analysis.inputs(backward.graph) if (marked := metadata.kept_parameter(node))}
     unshards = {node for node in graph.nodes if ops.is_call(node, ops.UNSHARD)}
     full = analysis.parameter_only(graph, unshards)
     saved = analysis.outputs(graph)[num_fwd_outputs:]

@@ -4,7 +4,7 @@ import operator
 
 import torch
 
-from fsdp_compile.passes import ops
+from fsdp_compile.passes import metadata, ops
 from fsdp_compile.passes.errors import VerifyError
 from fsdp_compile.passes.partition_joint import PartitionJoint
 from fsdp_compile.passes.verifier import Signature, verify, verify_crossing, verify_lowered
@@ -151,7 +151,7 @@ free_default frees up.gathered, which sin_default still reads
     def test_7_a_kept_parameter_that_is_never_freed(self):
         drawing = Drawing()
         weight = drawing.input("weight", 4, 4)
-        ops.keep_parameter(weight, ops.FullParameter("up.weight", "up"))
+        metadata.keep_parameter(weight, metadata.FullParameter("up.weight", "up"))
         self.assertIn("weight is not freed", self.refused(drawing, drawing.call(sin, weight), freed=True))
 
     def test_7_a_buffer_that_is_freed_late(self):
