@@ -26,6 +26,8 @@ from typing import Any
 import torch.fx
 
 from . import analysis, metadata, ops
+from .errors import pass_error
+from .merge_unshards import refuse_repeated_unshards
 from .plan import Gather
 
 
@@ -37,6 +39,7 @@ class InsertAllGather:
     plan: tuple[Gather, ...] = ()
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
+        refuse_repeated_unshards(gm.graph)
         _sink_parameter_values(gm.graph)
         for buckets, is_grouped in self._gathers(gathered_buckets(gm.graph)):
             if len(buckets) == 1:
@@ -68,8 +71,13 @@ def _gather_one(graph: torch.fx.Graph, bucket: GatheredBucket, is_grouped: bool)
 
 
 def _gather_together(graph: torch.fx.Graph, buckets: list[GatheredBucket], is_grouped: bool) -> None:
-    """One all-gather of several buckets, which were checked to be of one kind."""
+    """One all-gather of several buckets."""
     first = buckets[0]
+    for bucket in buckets:
+        if bucket.kind != first.kind:
+            unshard = next(iter(bucket.first_use_of_unshard))
+            message = f"{bucket.name} is of another group, dtype or device than {first.name}: gather each by itself"
+            raise pass_error(message, unshard)
     name = ops.name_of_buckets([bucket.name for bucket in buckets])
     with graph.inserting_before(analysis.kernel_begin(first.first_use)):
         shards = [_converted(graph, bucket) for bucket in buckets]
@@ -133,6 +141,12 @@ class GatheredBucket:
     @property
     def first_use(self) -> torch.fx.Node:
         return next(iter(self.first_use_of_unshard.values()))
+
+    @property
+    def kind(self) -> tuple[str, int, torch.dtype, torch.device]:
+        """What is alike in buckets that can be gathered at once."""
+        wanted = next(iter(self.first_use_of_unshard)).meta["val"]
+        return self.group, self.num_gathered, wanted.dtype, wanted.device
 
     @property
     def holds_one_parameter(self) -> bool:

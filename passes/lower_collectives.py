@@ -26,6 +26,7 @@ import torch
 import torch.fx
 
 from . import metadata, ops
+from .errors import refuse_calls
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -47,6 +48,8 @@ class LowerCollectives:
     poison: bool = dataclasses.field(default=False, metadata={"for": "debugging"})
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
+        refuse_calls(gm.graph, ops.UNSHARD, ops.PART, until="InsertAllGather")
+        refuse_calls(gm.graph, ops.REDUCE_GRADIENT, until="InsertReduceScatter")
         lowering = _Lowering(gm.graph, self.poison)
         for node in list(gm.graph.nodes):
             if node.op == "call_function" and node.target in _RULES:

@@ -42,6 +42,7 @@ from functorch.compile import min_cut_rematerialization_partition
 
 from . import analysis, metadata, ops
 from .errors import pass_error
+from .merge_unshards import refuse_repeated_unshards
 
 _PREFIX = "primals_unsharded_"  # the partitioner takes inputs by name: `primals` are the forward's
 
@@ -79,6 +80,7 @@ class Halves:
 
         `static_inputs` are the positions of the inputs that live as long as the model: the partitioner saves them free.
         """
+        refuse_repeated_unshards(joint.graph)
         unshards = _present_as_inputs(joint.graph)
         written = {node.name for node in analysis.written_inputs(joint.graph)}
         static = {*static_inputs, *_positions_of_primals(joint.graph, unshards)}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from . import analysis, insert_free, metadata, ops
+from . import analysis, metadata, ops
 
 _DTYPES = {
     torch.float32: "f32",
@@ -188,7 +188,7 @@ def print_schedule(gm: torch.fx.GraphModule, title: str = "forward") -> str:
     A buffer counts from the start of its gather (or its copy) to its free; packed gradients from `pack` to their wait.
     """
     names = display_names(gm.graph)
-    buffers = set(insert_free.full_buffers(gm.graph))
+    buffers = set(analysis.full_buffers(gm.graph))
     alive: dict[torch.fx.Node, Any] = {
         node: num_bytes(node) for node in gm.graph.nodes if metadata.kept_parameter(node)
     }

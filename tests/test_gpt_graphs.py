@@ -5,7 +5,7 @@ import torch
 
 from fsdp_compile import rewrite
 from fsdp_compile.passes import analysis, metadata, ops
-from fsdp_compile.passes.insert_free import full_buffers
+from fsdp_compile.passes.analysis import full_buffers
 from tests.models import build
 
 UNITS = ["tokens+positions", "blocks.0", "blocks.1"]
