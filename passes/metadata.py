@@ -41,23 +41,21 @@ class FullParameter:
 
 
 def kept_parameter(node: torch.fx.Node) -> FullParameter | None:
-    """What `keep_parameter` noted on a graph input, or None."""
+    """What `note_shard` noted on a graph input, or None."""
     return node.meta.get("fsdp_full_parameter")
 
 
-def keep_parameter(node: torch.fx.Node, parameter: FullParameter) -> None:
-    """Note that this graph input is a full parameter."""
-    node.meta["fsdp_full_parameter"] = parameter
-
-
 def kept_part(node: torch.fx.Node) -> Part | None:
-    """What `keep_part` noted on a graph input, or None."""
+    """What `note_shard` noted on a graph input, or None."""
     return node.meta.get("fsdp_part")
 
 
-def keep_part(node: torch.fx.Node, part: Part) -> None:
-    """Note that this graph input is a part of a gathered buffer, to be gathered over a smaller group."""
-    node.meta["fsdp_part"] = part
+def note_shard(node: torch.fx.Node, kept: FullParameter | Part | None) -> None:
+    """Note what a graph input is in place of a shard, if it is: a full parameter, or a part of a gathered buffer."""
+    if isinstance(kept, FullParameter):
+        node.meta["fsdp_full_parameter"] = kept
+    elif kept is not None:
+        node.meta["fsdp_part"] = kept
 
 
 def is_whole_copy(node: torch.fx.Node) -> bool:

@@ -22,13 +22,14 @@ from . import metadata
 from .delay_reduce_scatter_wait import DelayReduceScatterWait
 from .end_lives import EndLives
 from .errors import PassError, VerifyError
+from .halves import Halves
 from .insert_all_gather import InsertAllGather
 from .insert_free import InsertFree
 from .insert_reduce_scatter import InsertReduceScatter
 from .lower_collectives import LowerCollectives
 from .merge_gradients import MergeGradients
 from .merge_unshards import MergeUnshards
-from .partition_joint import Halves, PartitionJoint
+from .partition_joint import PartitionJoint
 from .pin_matmuls import PinMatmuls
 from .plan import Gather, StepPlan
 from .prefetch_all_gather import PrefetchAllGather

@@ -9,11 +9,11 @@ from fsdp_compile.passes import ops
 from fsdp_compile.passes.delay_reduce_scatter_wait import DelayReduceScatterWait
 from fsdp_compile.passes.end_lives import EndLives
 from fsdp_compile.passes.errors import PassError
+from fsdp_compile.passes.halves import Halves
 from fsdp_compile.passes.insert_all_gather import InsertAllGather
 from fsdp_compile.passes.insert_free import InsertFree
 from fsdp_compile.passes.insert_reduce_scatter import InsertReduceScatter
 from fsdp_compile.passes.lower_collectives import LowerCollectives
-from fsdp_compile.passes.partition_joint import Halves
 from fsdp_compile.passes.pin_matmuls import PinMatmuls
 from fsdp_compile.passes.plan import Gather
 from fsdp_compile.passes.prefetch_all_gather import PrefetchAllGather
