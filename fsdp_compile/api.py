@@ -40,7 +40,7 @@ from .module.replacement import shard_parameters
 from .module.sharded_module import become_sharded
 from .module.sharding import leeway_of, note_sharding, pipeline_of, sharding_of
 from .options import Options, taken, takes
-from .passes import ops
+from .passes import metadata
 from .planning.step_plans import Goal, Planner
 from .planning.strategies import (
     Choice,
@@ -309,7 +309,7 @@ def _rewrite(
     placement = Placement(axes, options.reduction, decision.precision.policy_of_parameter)
     layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
     reshard = decision.with_shards(axes.shards.size).values()
-    parts_of_size = {size: ops.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
+    parts_of_size = {size: metadata.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
     reading = reading_copy(model, layouts)
     install_casts(reading, decision.precision)
     args, kwargs = off_meta((args, kwargs))

@@ -28,7 +28,7 @@ from ..dependence import Paths
 from ..errors import CaptureError, ConfigError, PassError, RankError, VerifyError
 from ..graphs import Draft, RewrittenGraphs
 from ..passes import analysis, ops
-from ..passes.partition_joint import Halves
+from ..passes.halves import Halves
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..runtime.backward import BucketGradient

@@ -17,7 +17,7 @@ from ..compiler.options import CompileConfig
 from ..compiler.statements import statement_of_program
 from ..graphs import RewrittenGraphs
 from ..layout.options import GradientReduction
-from ..passes import ops
+from ..passes import metadata
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..planning.options import ScheduleConfig
@@ -69,7 +69,7 @@ class Sharding(Shards):
     units: list[str]
     schedule: ScheduleConfig
     together: tuple[nn.Module, ...] = ()
-    parts: dict[int, ops.Part] = dataclasses.field(default_factory=dict)
+    parts: dict[int, metadata.Part] = dataclasses.field(default_factory=dict)
     running: Running = dataclasses.field(default_factory=Running)
     keeps_gradients: bool = False
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
@@ -169,7 +169,7 @@ def pipeline_of(
     schedule: ScheduleConfig,
     units: list[str],
     num_shards: int,
-    parts: Mapping[int, ops.Part],
+    parts: Mapping[int, metadata.Part],
     grouped: bool,
     plan: StepPlan | None = None,
 ) -> Pipeline:
@@ -188,7 +188,7 @@ def pipeline_of(
 
 
 def leeway_of(
-    schedule: ScheduleConfig, units: list[str], num_shards: int, parts: Mapping[int, ops.Part], grouped: bool
+    schedule: ScheduleConfig, units: list[str], num_shards: int, parts: Mapping[int, metadata.Part], grouped: bool
 ) -> Leeway:
     """What a planner may choose from."""
     fixed = schedule.reshard_of_unit(units, num_shards)
