@@ -36,8 +36,8 @@ from rich.table import Table
 from fsdp_compile import RankError
 from fsdp_compile.runtime.agreement import Agreement
 from fsdp_compile.runtime.comparison import Line
+from fsdp_compile.runtime.watching import TICK
 
-TICK = 1.0  # seconds between two looks of the thread that a process has
 MODEL, GRAPH, OTHER = (
     [Line(f"{text} {number} of some hundred, as long as they are") for number in range(200)]
     for text in ("parameter", "all_gather", "reduce_scatter")

@@ -15,9 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import harness
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from fsdp_compile import rewrite
 from fsdp_compile.costs import Prediction, find_hardware, predict
@@ -33,10 +32,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=64)
     parser.add_argument("--hardware", default="h100")
     options = parser.parse_args()
-    table = Table(title=f"Llama 3 8B on {options.gpus} {options.hardware}: ms a step, and above the bounds")
-    headings = ("tokens", "bound", "contended", "schedule", "step", "above", "above", "exposed", "GiB", "planned in")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    rows = []
     for tokens in options.tokens:
         found = {
             (lowering, is_planned): step(tokens, options, lowering, is_planned=is_planned)
@@ -46,19 +42,21 @@ def main() -> None:
         plain = found["grouped", False][0]
         bound, contended = plain.lower_bound, plain.contended_bound
         for (lowering, is_planned), (prediction, seconds) in found.items():
-            table.add_row(
-                str(tokens),
-                f"{bound * 1e3:.1f}",
-                f"{contended * 1e3:.1f}",
-                f"{'planned' if is_planned else 'plain'}, {lowering}",
-                f"{prediction.seconds * 1e3:.1f}",
-                f"{prediction.seconds / bound - 1:.1%}",
-                f"{prediction.seconds / contended - 1:.1%}",
-                f"{prediction.exposed * 1e3:.1f}",
-                f"{prediction.memory.peak.total / 2**30:.1f}",
-                f"{seconds:.0f} s" if is_planned else "",
+            rows.append(
+                {
+                    "tokens": str(tokens),
+                    "bound": f"{bound * 1e3:.1f}",
+                    "contended": f"{contended * 1e3:.1f}",
+                    "schedule": f"{'planned' if is_planned else 'plain'}, {lowering}",
+                    "step": f"{prediction.seconds * 1e3:.1f}",
+                    "above bound": f"{prediction.seconds / bound - 1:.1%}",
+                    "above contended": f"{prediction.seconds / contended - 1:.1%}",
+                    "exposed": f"{prediction.exposed * 1e3:.1f}",
+                    "GiB": f"{prediction.memory.peak.total / 2**30:.1f}",
+                    "planned in": f"{seconds:.0f} s" if is_planned else "",
+                }
             )
-    Console(width=110).print(table)
+    harness.show(f"Llama 3 8B on {options.gpus} {options.hardware}: ms a step, and above the bounds", rows, {})
 
 
 def step(tokens: int, options: argparse.Namespace, lowering: str, *, is_planned: bool) -> tuple[Prediction, float]:

@@ -30,10 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -43,6 +42,7 @@ from fsdp_compile.costs.calibrate import calibrate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from allocation import LIBRARY, Allocation, build
+from harness import milliseconds
 from hosts import environment, on_host, shape, two_hosts
 from memory import Mlp
 
@@ -236,44 +236,35 @@ def main() -> None:
     if options.result:
         run_rank(options)
         return
-    console = Console(width=160)
     with two_hosts(), tempfile.TemporaryDirectory() as folder:
         build(Path(folder))
         for rate in options.rates:
             shape(rate)
             results = run_hosts(options, Path(folder))
             for model in options.models:
-                show(console, f"{model} at {rate:g} Gbit/s", [row for row in results if row["model"] == model])
+                show(f"{model} at {rate:g} Gbit/s", [row for row in results if row["model"] == model])
 
 
-def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
+def cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "plan": row["plan"],
+        **milliseconds({**row, "median": row["measured"]}, "measured ms"),
+        "predicted ms": f"{1e3 * row['predicted']:.1f}",
+        "ratio": f"{row['predicted'] / row['measured']:.3f}",
+        **{name: f"{1e3 * row[name]:.1f}" for name in ("compute", "communication", "exposed")},
+        **{f"{name} MiB": f"{row[name] / 2**20:.1f}" for name in ("measured peak", "predicted peak")},
+        "ratio of peaks": f"{row['predicted peak'] / row['measured peak']:.3f}",
+    }
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
     found = [row for row in rows if "refused" not in row]
-    table = Table(title=title, caption=f"rank correlation {rank_correlation(found):.3f}")
-    table.add_column("plan", no_wrap=True)
-    for heading in ("measured ms", "p10", "p90", "predicted ms", "ratio", "compute", "communication", "exposed"):
-        table.add_column(heading, justify="right")
-    for heading in ("measured MiB", "predicted MiB", "ratio"):
-        table.add_column(heading, justify="right")
-    for row in found:
-
-        def cells(*names: str, unit: float = 1e-3, row: dict[str, Any] = row) -> list[str]:
-            return [f"{row[name] / unit:.1f}" for name in names]
-
-        table.add_row(
-            row["plan"],
-            *cells("measured", "p10", "p90", "predicted"),
-            f"{row['predicted'] / row['measured']:.3f}",
-            *cells("compute", "communication", "exposed"),
-            *cells("measured peak", "predicted peak", unit=2**20),
-            f"{row['predicted peak'] / row['measured peak']:.3f}",
-        )
-    console.print(table)
+    refused = {row["plan"]: row["refused"] for row in rows if "refused" in row}
+    title = f"{title}; rank correlation {rank_correlation(found):.3f}"
+    harness.show(title, [cells(row) for row in found], refused)
     for row in found:
         if "units" in row:
-            console.print(f"{row['plan']}:\n{row['units']}", markup=False, highlight=False)
-    for row in rows:
-        if "refused" in row:
-            console.print(f"{row['plan']}: {row['refused']}", markup=False, highlight=False)
+            harness.CONSOLE.print(f"{row['plan']}:\n{row['units']}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

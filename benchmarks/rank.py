@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import WORKLOADS
 
-import fsdp_compile.passes.partition_joint as partition_joint
+import fsdp_compile.passes.halves as halves
 from fsdp_compile.compiler.capture import Partitioner
 from fsdp_compile.costs import HARDWARE, predict
 
@@ -109,11 +109,11 @@ def timing_passes() -> Iterator[Reply]:
 
         return call
 
-    originals = Partitioner.__call__, partition_joint.min_cut_rematerialization_partition
+    originals = Partitioner.__call__, halves.min_cut_rematerialization_partition
     Partitioner.__call__ = timed("passes", originals[0])
-    partition_joint.min_cut_rematerialization_partition = timed("partitioner", originals[1])
+    halves.min_cut_rematerialization_partition = timed("partitioner", originals[1])
     yield seconds
-    Partitioner.__call__, partition_joint.min_cut_rematerialization_partition = originals
+    Partitioner.__call__, halves.min_cut_rematerialization_partition = originals
     seconds["passes"] -= seconds["partitioner"] if seconds["passes"] else 0.0
 
 

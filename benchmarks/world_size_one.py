@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
 
 import torch
+from harness import spread
 from torch import nn
 
 from fsdp_compile import fsdp_compile
@@ -69,11 +69,6 @@ def measure(subjects: list[Subject], num_rounds: int, num_steps: int) -> dict[st
         for subject in subjects if number % 2 == 0 else reversed(subjects):
             seconds[subject.name].append(subject.seconds_per_step(num_steps))
     return seconds
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    tenths = statistics.quantiles(values, n=10)
-    return {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
 
 
 def summarize(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:

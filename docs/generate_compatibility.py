@@ -103,13 +103,13 @@ SECTIONS: dict[str, list[Case]] = {
             "ParameterList and ParameterDict",
             YES + " (in the root)",
             YES + " (in the root)",
-            "distributed/test_modules.py::test_training_equals_the_unsharded_model",
+            "distributed/test_modules.py::test_training_and_evaluation_equal_the_unsharded_model",
         ),
         case(
             "TransformerEncoderLayer",
             YES,
             YES,
-            "distributed/test_modules.py::test_training_equals_the_unsharded_model",
+            "distributed/test_modules.py::test_training_and_evaluation_equal_the_unsharded_model",
         ),
         case(
             "double backward",
@@ -448,7 +448,7 @@ SECTIONS: dict[str, list[Case]] = {
             "nn.LSTM",
             YES,
             YES,
-            "distributed/test_programs.py::test_training_and_evaluation_equal_the_unsharded_model",
+            "distributed/test_modules.py::test_training_and_evaluation_equal_the_unsharded_model",
         ),
         case(
             "torch.compile of all of it as one graph (fullgraph=True)",

@@ -43,7 +43,7 @@ def render() -> str:
     sections += [_pass_section(_of(name)) for name in PASSES]
     sections += ["## The operators of the dialect", _in_prose(_of("ops"))]
     sections += ["## The invariants", _in_prose(_of("verifier"))]
-    for name in ("verify", "verify_lowered", "verify_crossing"):
+    for name in ("verify", "verify_crossing"):
         function = getattr(_of("verifier"), name)
         sections.append(f"`{name}`: {_paragraphs(inspect.getdoc(function))}")
     return "\n\n".join(section.strip("\n") for section in sections) + "\n"

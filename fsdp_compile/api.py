@@ -26,22 +26,21 @@ from .layout.buckets import NO_AXIS, Axes, Axis, Placement, check_parameters, la
 from .layout.precision import find_precision, install_casts
 from .layout.units import Unit, find_units
 from .module.adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
-from .module.decision import Decision, compute_device, statement_of_decision
-from .module.newcomers import newcomers, owners_left, refuse
-from .module.reading import off_meta, reading_copy
-from .module.sharded_module import become_sharded
-from .module.sharding import (
+from .module.decision import (
+    Decision,
     check_dense,
     check_modules,
     check_not_sharded,
-    leeway_of,
-    note_sharding,
-    pipeline_of,
-    shard_parameters,
-    sharding_of,
+    compute_device,
+    statement_of_decision,
 )
+from .module.newcomers import newcomers, owners_left, refuse
+from .module.reading import off_meta, reading_copy
+from .module.replacement import shard_parameters
+from .module.sharded_module import become_sharded
+from .module.sharding import leeway_of, note_sharding, pipeline_of, sharding_of
 from .options import Options, taken, takes
-from .passes import ops
+from .passes import metadata
 from .planning.step_plans import Goal, Planner
 from .planning.strategies import (
     Choice,
@@ -317,7 +316,7 @@ def rewrite_for(
     placement = Placement(axes, options.reduction, decision.precision.policy_of_parameter)
     layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
     reshard = decision.with_shards(axes.shards.size).values()
-    parts_of_size = {size: ops.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
+    parts_of_size = {size: metadata.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
     reading = reading_copy(model, layouts, device)
     install_casts(reading, decision.precision)
     args, kwargs = off_meta((args, kwargs), device)

@@ -1,4 +1,4 @@
-"""Analyses that the passes share: positions, aliases, last uses; and the one way in which passes move nodes."""
+"""Analyses that the passes share (positions, aliases, last uses, full buffers), and the one way in which nodes move."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from . import ops
+from . import metadata, ops
 
 
 def positions(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
@@ -53,6 +53,28 @@ def last_use(node: torch.fx.Node, position: Mapping[torch.fx.Node, int]) -> torc
 def first_use(node: torch.fx.Node, position: Mapping[torch.fx.Node, int]) -> torch.fx.Node:
     """The first node that reads `node`."""
     return min(node.users, key=position.__getitem__)
+
+
+def full_buffers(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The nodes that bring a full buffer to life and that no other node of this list is a view of."""
+    return [
+        node
+        for node in graph.nodes
+        if _is_gathered(node) or _is_copy(node) or _is_converted(node) or metadata.kept_parameter(node)
+    ]
+
+
+def _is_gathered(node: torch.fx.Node) -> bool:
+    return ops.is_call(node, ops.WAIT) and ops.is_all_gather(node.args[0])  # type: ignore[arg-type]
+
+
+def _is_copy(node: torch.fx.Node) -> bool:
+    return ops.is_call(node, ops.COPY_OUT)
+
+
+def _is_converted(node: torch.fx.Node) -> bool:
+    is_last = not any(ops.is_conversion(user) for user in node.users)
+    return ops.is_call(node, ops.CAST, ops.MOVE) and is_last and any(map(ops.is_parameter_out, node.users))
 
 
 _HEAVY = {

@@ -20,6 +20,7 @@ from typing import Any
 import torch.fx
 
 from . import analysis, ops
+from .errors import required_wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,8 @@ def deadlines(graph: torch.fx.Graph, distance: int) -> list[tuple[list[torch.fx.
     The third tells in which turn, among those that are to run before the same node: as reductions start, so they are
     waited for.
     """
+    for node in filter(ops.is_reduction, graph.nodes):
+        required_wait(node)
     if distance == 0:
         return []
     reductions = [node for node in graph.nodes if ops.is_reduction(node) and not _continues(node)]

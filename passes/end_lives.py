@@ -21,6 +21,9 @@ import torch
 import torch.fx
 
 from . import analysis, ops
+from .errors import pass_error
+from .insert_free import missing_frees
+from .printer import printed_name
 
 _RECOMPUTED = (ops.COPY_OUT, torch.ops.aten.embedding.default, torch.ops.aten.clone.default)
 
@@ -28,6 +31,8 @@ _RECOMPUTED = (ops.COPY_OUT, torch.ops.aten.embedding.default, torch.ops.aten.cl
 @dataclasses.dataclass(frozen=True)
 class EndLives:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
+        for buffer in missing_frees(gm.graph):
+            raise pass_error(f"{printed_name(buffer)} has no free at its end: run InsertFree first", buffer)
         for value in values_to_store(gm.graph):
             readers = [user for user in value.users if not ops.is_call(user, ops.FREE)]
             with gm.graph.inserting_before(value.next):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.fx
 
-from .printer import excerpt
+from . import ops
+from .printer import excerpt, printed_name, target_name
 
 
 class PassError(RuntimeError):
@@ -18,3 +21,18 @@ class VerifyError(AssertionError):
 def pass_error(message: str, node: torch.fx.Node) -> PassError:
     """A `PassError` about `node`, with the graph around it."""
     return PassError(f"{message}\n{excerpt(node)}")
+
+
+def refuse_calls(graph: torch.fx.Graph, *targets: Any, until: str) -> None:
+    """Raise a `PassError` if the graph calls one of `targets`, which stand in it until the pass `until` has run."""
+    for node in graph.nodes:
+        if ops.is_call(node, *targets):
+            raise pass_error(f"{printed_name(node)} calls {target_name(node)}: run {until} first", node)
+
+
+def required_wait(collective: torch.fx.Node) -> torch.fx.Node:
+    """The wait for a collective; a `PassError` where there is none, or more than one."""
+    waits = [user for user in collective.users if ops.is_call(user, ops.WAIT)]
+    if len(waits) != 1:
+        raise pass_error(f"{printed_name(collective)} needs one wait", collective)
+    return waits[0]

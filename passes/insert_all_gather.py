@@ -25,7 +25,9 @@ from typing import Any
 
 import torch.fx
 
-from . import analysis, ops
+from . import analysis, metadata, ops
+from .errors import pass_error
+from .merge_unshards import refuse_repeated_unshards
 from .plan import Gather
 
 
@@ -37,6 +39,7 @@ class InsertAllGather:
     plan: tuple[Gather, ...] = ()
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
+        refuse_repeated_unshards(gm.graph)
         _sink_parameter_values(gm.graph)
         for buckets, is_grouped in self._gathers(gathered_buckets(gm.graph)):
             if len(buckets) == 1:
@@ -68,8 +71,13 @@ def _gather_one(graph: torch.fx.Graph, bucket: GatheredBucket, is_grouped: bool)
 
 
 def _gather_together(graph: torch.fx.Graph, buckets: list[GatheredBucket], is_grouped: bool) -> None:
-    """One all-gather of several buckets, which were checked to be of one kind."""
+    """One all-gather of several buckets."""
     first = buckets[0]
+    for bucket in buckets:
+        if bucket.kind != first.kind:
+            unshard = next(iter(bucket.first_use_of_unshard))
+            message = f"{bucket.name} is of another group, dtype or device than {first.name}: gather each by itself"
+            raise pass_error(message, unshard)
     name = ops.name_of_buckets([bucket.name for bucket in buckets])
     with graph.inserting_before(analysis.kernel_begin(first.first_use)):
         shards = [_converted(graph, bucket) for bucket in buckets]
@@ -128,11 +136,17 @@ class GatheredBucket:
 
     @property
     def is_parted(self) -> bool:
-        return bool(self.parts) or ops.kept_part(self.shard) is not None
+        return bool(self.parts) or metadata.kept_part(self.shard) is not None
 
     @property
     def first_use(self) -> torch.fx.Node:
         return next(iter(self.first_use_of_unshard.values()))
+
+    @property
+    def kind(self) -> tuple[str, int, torch.dtype, torch.device]:
+        """What is alike in buckets that can be gathered at once."""
+        wanted = next(iter(self.first_use_of_unshard)).meta["val"]
+        return self.group, self.num_gathered, wanted.dtype, wanted.device
 
     @property
     def holds_one_parameter(self) -> bool:
@@ -155,7 +169,7 @@ def gathered_buckets(graph: torch.fx.Graph) -> list[GatheredBucket]:
 def _bucket(shard: torch.fx.Node, uses: dict[torch.fx.Node, torch.fx.Node]) -> GatheredBucket:
     first = next(iter(uses))
     name, world_size, group = (ops.argument(first, name) for name in ("bucket", "world_size", "group"))
-    part = ops.kept_part(shard)
+    part = metadata.kept_part(shard)
     gathered = (world_size, group) if part is None else (part.size, part.group)
     return GatheredBucket(shard, uses, name, world_size, *gathered)
 
@@ -172,7 +186,7 @@ def _converted(graph: torch.fx.Graph, bucket: GatheredBucket) -> torch.fx.Node:
 
 def _sink_parameter_values(graph: torch.fx.Graph) -> None:
     """Move every value that follows from parameters alone to just before the first node that needs it."""
-    full = {node for node in graph.nodes if ops.is_call(node, ops.UNSHARD) or ops.kept_parameter(node)}
+    full = {node for node in graph.nodes if ops.is_call(node, ops.UNSHARD) or metadata.kept_parameter(node)}
     movable = analysis.parameter_only(graph, full) - full
     position = analysis.positions(graph)
     key: dict[torch.fx.Node, Any] = {node: (index, 1, 0) for node, index in position.items()}

@@ -18,36 +18,20 @@ import dataclasses
 import torch.fx
 
 from . import analysis, ops
+from .errors import refuse_calls
 
 
 @dataclasses.dataclass(frozen=True)
 class InsertFree:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
-        position = analysis.positions(gm.graph)
-        for buffer in full_buffers(gm.graph):
-            end = analysis.last_use(buffer, position)
-            if end.op != "output" and not ops.is_call(end, ops.FREE):
-                with gm.graph.inserting_after(end):
-                    ops.call(gm.graph, ops.FREE, buffer)
+        refuse_calls(gm.graph, ops.UNSHARD, ops.PART, until="InsertAllGather")
+        for buffer, end in missing_frees(gm.graph).items():
+            with gm.graph.inserting_after(end):
+                ops.call(gm.graph, ops.FREE, buffer)
 
 
-def full_buffers(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The nodes that bring a full buffer to life and that no other node of this list is a view of."""
-    return [
-        node
-        for node in graph.nodes
-        if _is_gathered(node) or _is_copy(node) or _is_converted(node) or ops.kept_parameter(node)
-    ]
-
-
-def _is_gathered(node: torch.fx.Node) -> bool:
-    return ops.is_call(node, ops.WAIT) and ops.is_all_gather(node.args[0])  # type: ignore[arg-type]
-
-
-def _is_copy(node: torch.fx.Node) -> bool:
-    return ops.is_call(node, ops.COPY_OUT)
-
-
-def _is_converted(node: torch.fx.Node) -> bool:
-    is_last = not any(ops.is_conversion(user) for user in node.users)
-    return ops.is_call(node, ops.CAST, ops.MOVE) and is_last and any(map(ops.is_parameter_out, node.users))
+def missing_frees(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
+    """Every full buffer that is neither freed nor returned, with its last use."""
+    position = analysis.positions(graph)
+    last_use = {buffer: analysis.last_use(buffer, position) for buffer in analysis.full_buffers(graph)}
+    return {buffer: end for buffer, end in last_use.items() if end.op != "output" and not ops.is_call(end, ops.FREE)}

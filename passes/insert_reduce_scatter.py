@@ -24,6 +24,9 @@ import dataclasses
 import torch.fx
 
 from . import analysis, ops
+from .errors import pass_error
+from .merge_gradients import gradient_sums
+from .printer import printed_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,8 @@ class InsertReduceScatter:
     grouped: bool = False
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
+        for total in gradient_sums(gm.graph):
+            raise pass_error(f"{printed_name(total)} adds up gradients of one shard: run MergeGradients first", total)
         for node, ready in reversed(reductions(gm.graph).items()):  # those with the same place stay in order
             with gm.graph.inserting_before(ready.next):
                 if ops.is_call(node, ops.PACK):

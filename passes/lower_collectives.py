@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from . import ops
+from . import metadata, ops
+from .errors import refuse_calls
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -47,6 +48,8 @@ class LowerCollectives:
     poison: bool = dataclasses.field(default=False, metadata={"for": "debugging"})
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
+        refuse_calls(gm.graph, ops.UNSHARD, ops.PART, until="InsertAllGather")
+        refuse_calls(gm.graph, ops.REDUCE_GRADIENT, until="InsertReduceScatter")
         lowering = _Lowering(gm.graph, self.poison)
         for node in list(gm.graph.nodes):
             if node.op == "call_function" and node.target in _RULES:
@@ -85,8 +88,7 @@ class _Lowering:
 
     def _copy(self, node: torch.fx.Node) -> torch.fx.Node:
         copied = self.graph.call_function(_aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-        copied.meta = {**node.meta, "val": node.meta["val"].clone(memory_format=torch.contiguous_format)}
-        copied.meta.pop("tensor_meta", None)
+        metadata.describe(copied, node.meta["val"].clone(memory_format=torch.contiguous_format), like=node)
         return copied
 
     def section(self, node: torch.fx.Node, dim: int, begin: int, end: int, like: torch.fx.Node) -> torch.fx.Node:
@@ -153,7 +155,7 @@ class _Lowering:
         def gap(begin: int, end: int) -> torch.fx.Node:
             shape, options = [value.shape[0], end - begin], {"dtype": value.dtype, "device": value.device}
             zeros = self.graph.call_function(_aten.full.default, (shape, 0), options)
-            zeros.meta = {"val": value.new_zeros(shape)}
+            metadata.describe(zeros, value.new_zeros(shape))
             return zeros
 
         return gap
@@ -273,7 +275,7 @@ def _pack(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     gap = lowering.zeros(chunks) if ops.argument(node, "accumulated") is None else kept
     joined = lowering.joined(chunks, numel, gap, node)
     if ops.is_call(joined, _aten.cat.default) and all(map(_is_view, joined.args[0])):  # type: ignore[arg-type]
-        ops.copy_whole(joined)
+        metadata.copy_whole(joined)
     return lowering.call(_aten.view.default, joined, [world_size * numel], like=node)
 
 

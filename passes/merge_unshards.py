@@ -14,6 +14,8 @@ import dataclasses
 import torch.fx
 
 from . import ops
+from .errors import pass_error
+from .printer import printed_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,3 +37,10 @@ def repeated_unshards(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Nod
             if first is not node:
                 repeated[node] = first
     return repeated
+
+
+def refuse_repeated_unshards(graph: torch.fx.Graph) -> None:
+    """For the passes that need each parameter to be read once: raise a `PassError` if one is read again."""
+    for node, first in repeated_unshards(graph).items():
+        names = printed_name(node), printed_name(first)
+        raise pass_error("{} reads the same parameter as {}: run MergeUnshards first".format(*names), node)

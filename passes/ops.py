@@ -30,8 +30,9 @@ the grouped form sends one message per parameter in one call, and needs none::
                                                       pending; the shard's gradient
     cast(value), divide(value), move(value)           another dtype, a smaller gradient, another device
 
-The operators have fake implementations (shapes); `unshard`, `reduce_gradient`, `pack`, `store` and `poison` also run,
-by the kernels in `fsdp_compile.runtime`. The others never run.
+An operator is a row of this file, an `Operator`. What it becomes is in `lower_collectives`, after which passes it may
+stand in a graph is in `verifier`. The operators have fake implementations (shapes); `unshard`, `reduce_gradient`,
+`pack`, `store` and `poison` also run, by the kernels in `fsdp_compile.runtime`. The others never run.
 """
 
 from __future__ import annotations
@@ -40,13 +41,57 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 import torch
 import torch.fx
 
+from . import metadata
+
 LIBRARY = torch.library.Library("fsdp", "DEF")
+
+OPERATORS: dict[Any, Operator] = {}
+"""The operators of the dialect, by what a node calls."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """All that is known of an operator, in one row.
+
+    Attributes:
+        schema: its signature, which says whether the result is a view.
+        fake: computes the result, on tensors without memory.
+        shown: the arguments that are printed; names tell the others.
+        name: the printed name of the result, with arguments in braces. Without one it is called as in the graph.
+        name_of_wait: the printed name of the wait for it, if it is a collective.
+        kind: what it is, where several are of a kind.
+        is_dispatched: whether `fake` needs torch's dispatcher, since its device may not be there outside of it.
+    """
+
+    schema: str
+    fake: Callable[..., Any]
+    shown: tuple[str, ...]
+    name: str = ""
+    name_of_wait: str = ""
+    kind: Literal["", "all_gather", "reduction", "parameter_out", "conversion"] = ""
+    is_dispatched: bool = False
+
+    def defined(self) -> Any:
+        """Make it known to torch; returns what a node calls."""
+        LIBRARY.define(self.schema)
+        name = self.schema.partition("(")[0]
+        torch.library.register_fake(f"fsdp::{name}", self.fake, lib=LIBRARY)
+        target = getattr(torch.ops.fsdp, name).default
+        if not target._schema.returns:
+            torch.fx.node.has_side_effect(target)
+        OPERATORS[target] = self
+        return target
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The operators: one row each
+# ---------------------------------------------------------------------------------------------------------------
 
 _SHARD_GROUP = "int world_size, str group"
 _REDUCTION = "int replicas, str replica_group, str reduction, float divisor, ScalarType? reduce_dtype"
@@ -54,54 +99,162 @@ _GRADIENTS = "Tensor[] gradients, Tensor? accumulated, str bucket, str[] paramet
 _PARAMETER = "str parameter, int offset, int[] shape, int world_size"
 _COMPUTE = "ScalarType? dtype, Device? device"
 
-for _schema in (
+
+def _numel(shards: list[torch.Tensor]) -> int:
+    return sum(shard.numel() for shard in shards)
+
+
+def _empty(
+    like: list[torch.Tensor], numel: int, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> torch.Tensor:
+    return like[0].new_empty(numel, dtype=dtype, device=device)
+
+
+UNSHARD = Operator(
     f"unshard(Tensor shard, Tensor? accumulated, str gradient, str bucket, {_PARAMETER}, str group, {_COMPUTE}, "
     f"{_REDUCTION}) -> Tensor",
+    lambda shard, accumulated, gradient, bucket, parameter, offset, shape, world_size, group, dtype, device, *_: (
+        shard.new_empty(shape, dtype=dtype, device=device)
+    ),
+    shown=("shard", "offset"),
+    name="{parameter}",
+).defined()
+REDUCE_GRADIENT = Operator(
     f"reduce_gradient({_GRADIENTS}, {_SHARD_GROUP}, ScalarType dtype, Device device, {_REDUCTION}) -> Tensor",
+    lambda gradients, accumulated, bucket, parameters, offsets, numel, world_size, group, dtype, device, *_: _empty(
+        gradients, numel, dtype, device
+    ),
+    shown=("gradients", "offsets", "accumulated"),
+    name="{bucket}.grad",
+).defined()
+ALL_GATHER = Operator(
     f"all_gather(Tensor shard, str bucket, {_SHARD_GROUP}) -> Tensor",
+    lambda shard, bucket, world_size, group: shard.new_empty(shard.numel() * world_size),
+    shown=("shard",),
+    name="{bucket}.pending",
+    name_of_wait="{bucket}.gathered",
+    kind="all_gather",
+).defined()
+ALL_GATHER_GROUPED = Operator(
     f"all_gather_grouped(Tensor[] shards, str bucket, {_SHARD_GROUP}) -> Tensor",
+    lambda shards, bucket, world_size, group: _empty(shards, _numel(shards) * world_size),
+    shown=("shards",),
+    name="{bucket}.pending",
+    name_of_wait="{bucket}.gathered",
+    kind="all_gather",
+).defined()
+JOIN = Operator(
     "join(Tensor[] shards, str bucket) -> Tensor",
+    lambda shards, bucket: _empty(shards, _numel(shards)),
+    shown=("shards",),
+    name="{bucket}.joined",
+).defined()
+WAIT = Operator(
     "wait(Tensor pending) -> Tensor",
+    torch.empty_like,
+    shown=("pending",),
+).defined()
+COPY_OUT = Operator(
     f"copy_out(Tensor gathered, {_PARAMETER}) -> Tensor",
+    lambda gathered, parameter, offset, shape, world_size: gathered.new_empty(shape),
+    shown=("gathered", "offset"),
+    name="{parameter}",
+    kind="parameter_out",
+).defined()
+VIEW_OUT = Operator(
     f"view_out(Tensor(a) gathered, {_PARAMETER}) -> Tensor(a)",
+    lambda gathered, parameter, offset, shape, world_size: gathered.narrow(0, 0, math.prod(shape)).view(shape),
+    shown=("gathered", "offset"),
+    name="{parameter}",
+    kind="parameter_out",
+).defined()
+STORE = Operator(
     "store(Tensor(a) value) -> Tensor(a)",
+    lambda value: value.view_as(value),
+    shown=("value",),
+    name="{value}.stored",
+).defined()
+FREE = Operator(
     "free(Tensor full) -> ()",
+    lambda full: None,
+    shown=("full",),
+).defined()
+POISON = Operator(
     "poison(Tensor(a!) full) -> ()",
+    lambda full: None,
+    shown=("full",),
+).defined()
+PART = Operator(
     "part(Tensor shard, str bucket, int world_size, int parts, int index, ScalarType dtype) -> Tensor",
+    lambda shard, bucket, world_size, parts, index, dtype: shard.new_empty(
+        shard.numel() * world_size // parts, dtype=dtype
+    ),
+    shown=("shard", "parts", "index"),
+    name="{bucket}.part",
+).defined()
+RESHARD = Operator(
     "reshard(Tensor gathered, str bucket, int parts, int index) -> Tensor",
+    lambda gathered, bucket, parts, index: gathered.new_empty(gathered.numel() // parts),
+    shown=("gathered", "parts", "index"),
+    name="{bucket}.part",
+).defined()
+PACK = Operator(
     f"pack({_GRADIENTS}, int world_size, ScalarType dtype) -> Tensor",
+    lambda gradients, accumulated, bucket, parameters, offsets, numel, world_size, dtype: _empty(
+        gradients, numel * world_size, dtype=dtype
+    ),
+    shown=("gradients", "offsets", "accumulated"),
+    name="{bucket}.packed",
+).defined()
+REDUCE_SCATTER = Operator(
     f"reduce_scatter(Tensor packed, str bucket, {_SHARD_GROUP}, str reduction) -> Tensor",
+    lambda packed, bucket, world_size, group, reduction: packed.new_empty(packed.numel() // world_size),
+    shown=("packed",),
+    name="{bucket}.grad.pending",
+    name_of_wait="{bucket}.grad",
+    kind="reduction",
+).defined()
+REDUCE_SCATTER_GROUPED = Operator(
     f"reduce_scatter_grouped({_GRADIENTS}, {_SHARD_GROUP}, ScalarType dtype, str reduction) -> Tensor",
+    lambda gradients, accumulated, bucket, parameters, offsets, numel, world_size, group, dtype, reduction: _empty(
+        gradients, numel, dtype
+    ),
+    shown=("gradients", "offsets", "accumulated"),
+    name="{bucket}.grad.pending",
+    name_of_wait="{bucket}.grad",
+    kind="reduction",
+).defined()
+ALL_REDUCE = Operator(
     f"all_reduce(Tensor gradient, str bucket, {_SHARD_GROUP}, str reduction) -> Tensor",
+    lambda gradient, bucket, world_size, group, reduction: torch.empty_like(gradient),
+    shown=("gradient",),
+    name="{bucket}.grad.pending",
+    name_of_wait="{bucket}.grad",
+    kind="reduction",
+).defined()
+CAST = Operator(
     "cast(Tensor value, ScalarType dtype) -> Tensor",
+    lambda value, dtype: torch.empty_like(value, dtype=dtype),
+    shown=("value",),
+    name="{value}.{dtype}",
+    kind="conversion",
+).defined()
+DIVIDE = Operator(
     "divide(Tensor value, float divisor) -> Tensor",
+    lambda value, divisor: torch.empty_like(value),
+    shown=("value", "divisor"),
+    name="{value}.divided",
+    kind="conversion",
+).defined()
+MOVE = Operator(
     "move(Tensor value, Device device) -> Tensor",
-):
-    LIBRARY.define(_schema)
+    lambda value, device: torch.empty_like(value, device=device),
+    shown=("value", "device"),
+    name="{value}.{device}",
+    kind="conversion",
+    is_dispatched=True,
+).defined()
 
-UNSHARD = torch.ops.fsdp.unshard.default
-REDUCE_GRADIENT = torch.ops.fsdp.reduce_gradient.default
-ALL_GATHER = torch.ops.fsdp.all_gather.default
-ALL_GATHER_GROUPED = torch.ops.fsdp.all_gather_grouped.default
-JOIN = torch.ops.fsdp.join.default
-WAIT = torch.ops.fsdp.wait.default
-COPY_OUT = torch.ops.fsdp.copy_out.default
-VIEW_OUT = torch.ops.fsdp.view_out.default
-STORE = torch.ops.fsdp.store.default
-FREE = torch.ops.fsdp.free.default
-POISON = torch.ops.fsdp.poison.default
-PART = torch.ops.fsdp.part.default
-RESHARD = torch.ops.fsdp.reshard.default
-PACK = torch.ops.fsdp.pack.default
-REDUCE_SCATTER = torch.ops.fsdp.reduce_scatter.default
-REDUCE_SCATTER_GROUPED = torch.ops.fsdp.reduce_scatter_grouped.default
-ALL_REDUCE = torch.ops.fsdp.all_reduce.default
-CAST = torch.ops.fsdp.cast.default
-DIVIDE = torch.ops.fsdp.divide.default
-MOVE = torch.ops.fsdp.move.default
-
-torch.fx.node.has_side_effect(FREE)
-torch.fx.node.has_side_effect(POISON)
 
 # ---------------------------------------------------------------------------------------------------------------
 # The layout of a shard, in elements
@@ -116,167 +269,6 @@ def shard_rows(shape: Sequence[int], world_size: int) -> int:
 def shard_numel(shape: Sequence[int], world_size: int) -> int:
     """Elements of a rank's shard that a parameter of this shape takes, padding of its last rows included."""
     return shard_rows(shape, world_size) * math.prod(shape[1:])
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Shapes
-# ---------------------------------------------------------------------------------------------------------------
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-_VALUES: dict[Any, Callable[..., Any]] = {}
-"""By operator, what computes its fake value. `move` has none: its device may not be there outside the dispatcher."""
-
-
-def _fake(name: str) -> Callable[[_Function], _Function]:
-    def register(function: _Function) -> _Function:
-        _VALUES[getattr(torch.ops.fsdp, name).default] = function
-        return torch.library.register_fake(f"fsdp::{name}", function, lib=LIBRARY)  # type: ignore[no-any-return]
-
-    return register
-
-
-@_fake("unshard")
-def _(
-    shard: torch.Tensor,
-    accumulated: torch.Tensor | None,
-    gradient: str,
-    bucket: str,
-    parameter: str,
-    offset: int,
-    shape: list[int],
-    world_size: int,
-    group: str,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    *_: Any,
-) -> torch.Tensor:
-    return shard.new_empty(shape, dtype=dtype, device=device)
-
-
-@_fake("reduce_gradient")
-def _(
-    gradients: list[torch.Tensor],
-    accumulated: torch.Tensor | None,
-    bucket: str,
-    parameters: list[str],
-    offsets: list[int],
-    numel: int,
-    world_size: int,
-    group: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    *_: Any,
-) -> Any:
-    return gradients[0].new_empty(numel, dtype=dtype, device=device)
-
-
-@_fake("all_gather")
-def _(shard: torch.Tensor, bucket: str, world_size: int, group: str) -> torch.Tensor:
-    return shard.new_empty(shard.numel() * world_size)
-
-
-@_fake("all_gather_grouped")
-def _(shards: list[torch.Tensor], bucket: str, world_size: int, group: str) -> torch.Tensor:
-    return shards[0].new_empty(sum(shard.numel() for shard in shards) * world_size)
-
-
-@_fake("join")
-def _(shards: list[torch.Tensor], bucket: str) -> torch.Tensor:
-    return shards[0].new_empty(sum(shard.numel() for shard in shards))
-
-
-@_fake("wait")
-def _(pending: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(pending)
-
-
-@_fake("copy_out")
-def _(gathered: torch.Tensor, parameter: str, offset: int, shape: list[int], world_size: int) -> torch.Tensor:
-    return gathered.new_empty(shape)
-
-
-@_fake("view_out")
-def _(gathered: torch.Tensor, parameter: str, offset: int, shape: list[int], world_size: int) -> torch.Tensor:
-    return gathered.narrow(0, 0, math.prod(shape)).view(shape)
-
-
-@_fake("store")
-def _(value: torch.Tensor) -> torch.Tensor:
-    return value.view_as(value)
-
-
-@_fake("free")
-@_fake("poison")
-def _(full: torch.Tensor) -> None:
-    return None
-
-
-@_fake("part")
-def _(shard: torch.Tensor, bucket: str, world_size: int, parts: int, index: int, dtype: torch.dtype) -> torch.Tensor:
-    return shard.new_empty(shard.numel() * world_size // parts, dtype=dtype)
-
-
-@_fake("reshard")
-def _(gathered: torch.Tensor, bucket: str, parts: int, index: int) -> torch.Tensor:
-    return gathered.new_empty(gathered.numel() // parts)
-
-
-@_fake("pack")
-def _(
-    gradients: list[torch.Tensor],
-    accumulated: torch.Tensor | None,
-    bucket: str,
-    parameters: list[str],
-    offsets: list[int],
-    numel: int,
-    world_size: int,
-    dtype: torch.dtype,
-) -> Any:
-    return gradients[0].new_empty(numel * world_size, dtype=dtype)
-
-
-@_fake("reduce_scatter")
-def _(packed: torch.Tensor, bucket: str, world_size: int, group: str, reduction: str) -> torch.Tensor:
-    return packed.new_empty(packed.numel() // world_size)
-
-
-@_fake("reduce_scatter_grouped")
-def _(
-    gradients: list[torch.Tensor],
-    accumulated: torch.Tensor | None,
-    bucket: str,
-    parameters: list[str],
-    offsets: list[int],
-    numel: int,
-    world_size: int,
-    group: str,
-    dtype: torch.dtype,
-    reduction: str,
-) -> Any:
-    return gradients[0].new_empty(numel, dtype=dtype)
-
-
-@_fake("all_reduce")
-def _(gradient: torch.Tensor, bucket: str, world_size: int, group: str, reduction: str) -> torch.Tensor:
-    return torch.empty_like(gradient)
-
-
-@_fake("cast")
-def _(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(value, dtype=dtype)
-
-
-@_fake("divide")
-def _(value: torch.Tensor, divisor: float) -> torch.Tensor:
-    return torch.empty_like(value)
-
-
-@torch.library.register_fake("fsdp::move", lib=LIBRARY)  # type: ignore[untyped-decorator]
-def _(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_like(value, device=device)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -297,23 +289,28 @@ def is_call(node: torch.fx.Node, *targets: Any) -> bool:
 
 
 def is_dialect(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fsdp"
+    return node.target in OPERATORS
+
+
+def _is_kind(node: torch.fx.Node, *kinds: str) -> bool:
+    row = OPERATORS.get(node.target)
+    return row is not None and row.kind in kinds
 
 
 def is_all_gather(node: torch.fx.Node) -> bool:
-    return is_call(node, ALL_GATHER, ALL_GATHER_GROUPED)
+    return _is_kind(node, "all_gather")
 
 
 def is_reduction(node: torch.fx.Node) -> bool:
-    return is_call(node, REDUCE_SCATTER, REDUCE_SCATTER_GROUPED, ALL_REDUCE)
+    return _is_kind(node, "reduction")
 
 
 def is_collective(node: torch.fx.Node) -> bool:
-    return is_all_gather(node) or is_reduction(node)
+    return _is_kind(node, "all_gather", "reduction")
 
 
 def is_parameter_out(node: torch.fx.Node) -> bool:
-    return is_call(node, COPY_OUT, VIEW_OUT)
+    return _is_kind(node, "parameter_out")
 
 
 def wait_of(collective: torch.fx.Node) -> torch.fx.Node:
@@ -376,59 +373,7 @@ def gathered_shards(gather: torch.fx.Node) -> dict[str, torch.fx.Node]:
 
 def is_conversion(node: torch.fx.Node) -> bool:
     """Whether this changes the form of a shard or of its gradient: dtype, scale, device."""
-    return is_call(node, CAST, DIVIDE, MOVE)
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Which part of a bucket's gathered buffer a rank keeps, when it is sharded again over a smaller group.
-
-    Attributes:
-        size: ranks of the smaller group, and parts of the buffer.
-        index: this rank's place in the smaller group.
-    """
-
-    size: int
-    group: str
-    index: int
-
-
-@dataclasses.dataclass(frozen=True)
-class FullParameter:
-    """Marks a backward input that is a full parameter kept from the forward instead of being gathered again."""
-
-    parameter: str
-    bucket: str
-
-
-def kept_parameter(node: torch.fx.Node) -> FullParameter | None:
-    """What `keep_parameter` noted on a graph input, or None."""
-    return node.meta.get("fsdp_full_parameter")
-
-
-def keep_parameter(node: torch.fx.Node, parameter: FullParameter) -> None:
-    """Note that this graph input is a full parameter."""
-    node.meta["fsdp_full_parameter"] = parameter
-
-
-def kept_part(node: torch.fx.Node) -> Part | None:
-    """What `keep_part` noted on a graph input, or None."""
-    return node.meta.get("fsdp_part")
-
-
-def keep_part(node: torch.fx.Node, part: Part) -> None:
-    """Note that this graph input is a part of a gathered buffer, to be gathered over a smaller group."""
-    node.meta["fsdp_part"] = part
-
-
-def is_whole_copy(node: torch.fx.Node) -> bool:
-    """Whether `copy_whole` marked this node."""
-    return bool(node.meta.get("fsdp_whole_copy"))
-
-
-def copy_whole(node: torch.fx.Node) -> None:
-    """Note that this node copies buffers and computes nothing: a compiler need not generate code for it."""
-    node.meta["fsdp_whole_copy"] = True
+    return _is_kind(node, "conversion")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -437,14 +382,14 @@ def copy_whole(node: torch.fx.Node) -> None:
 
 
 def call(graph: torch.fx.Graph, target: Any, *args: Any, like: torch.fx.Node | None = None) -> torch.fx.Node:
-    """Insert a call at the graph's insertion point, with `meta["val"]` computed from its arguments' values.
+    """Insert a call at the graph's insertion point, with its value computed from those of its arguments.
 
     The call takes over the other metadata of `like`: the source line and the partitioner's tags.
     """
     node = graph.call_function(target, args)
-    node.meta = {} if like is None else dict(like.meta)
-    node.meta.pop("tensor_meta", None)
-    compute = _VALUES.get(target, target)  # the dispatcher would take twice as long to come to it
+    row = OPERATORS.get(target)
+    compute = target if row is None or row.is_dispatched else row.fake  # the dispatcher would take twice as long
     with torch.no_grad():
-        node.meta["val"] = compute(*torch.fx.map_arg(args, lambda argument: argument.meta["val"]))
+        value = compute(*torch.fx.map_arg(args, lambda argument: argument.meta["val"]))
+    metadata.describe(node, value, like)
     return node

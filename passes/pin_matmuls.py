@@ -22,6 +22,7 @@ import torch.fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import analysis, ops
+from .errors import refuse_calls
 
 _aten = torch.ops.aten
 
@@ -29,6 +30,7 @@ _aten = torch.ops.aten
 @dataclasses.dataclass(frozen=True)
 class PinMatmuls:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
+        refuse_calls(gm.graph, *ops.OPERATORS.keys() - {ops.STORE, ops.POISON}, until="LowerCollectives")
         for addition in moving_additions(gm.graph):
             with gm.graph.inserting_before(addition):
                 terms = [ops.call(gm.graph, _aten.unsqueeze.default, term, 0, like=addition) for term in addition.args]

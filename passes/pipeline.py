@@ -18,21 +18,22 @@ from typing import Protocol
 
 import torch.fx
 
-from . import ops
+from . import metadata
 from .delay_reduce_scatter_wait import DelayReduceScatterWait
 from .end_lives import EndLives
 from .errors import PassError, VerifyError
+from .halves import Halves
 from .insert_all_gather import InsertAllGather
 from .insert_free import InsertFree
 from .insert_reduce_scatter import InsertReduceScatter
 from .lower_collectives import LowerCollectives
 from .merge_gradients import MergeGradients
 from .merge_unshards import MergeUnshards
-from .partition_joint import Halves, PartitionJoint
+from .partition_joint import PartitionJoint
 from .pin_matmuls import PinMatmuls
 from .plan import Gather, StepPlan
 from .prefetch_all_gather import PrefetchAllGather
-from .verifier import Signature, verify, verify_crossing, verify_lowered
+from .verifier import STAGES, Signature, Stage, stage_after, verify, verify_crossing
 
 
 class Pass(Protocol):
@@ -68,7 +69,7 @@ class Pipeline:
     def of(
         cls,
         *,
-        reshard: Mapping[str, bool | ops.Part] | None = None,
+        reshard: Mapping[str, bool | metadata.Part] | None = None,
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
         grouped: bool = False,
@@ -105,17 +106,21 @@ class Pipeline:
 
     def split(self, joint: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]) -> Halves:
         """The joint graph in halves, which do not depend on the options; `Halves.of` explains the arguments."""
-        for step in self.joint:
-            self._run("joint", step, joint)
+        self._run_all("joint", self.joint, joint, STAGES[0])
         return Halves.of(joint, num_fwd_outputs, static_inputs)
 
     def rewrite_halves(self, halves: Halves) -> tuple[Side, Side]:
         """Forward and backward from halves, which are changed."""
         forward, backward = self.partition.reshard_halves(halves)
         verify_crossing(forward, backward, halves.num_fwd_outputs)
+        stage = stage_after(self.partition, STAGES[0])
         for name, gm in (("forward", forward), ("backward", backward)):
+            verify(gm, stage)
             self._observe(name, self.partition, gm)
-        return self._finish("forward", self.forward, forward), self._finish("backward", self.backward, backward)
+        return (
+            self._finish("forward", self.forward, forward, stage),
+            self._finish("backward", self.backward, backward, stage),
+        )
 
     def draft_halves(self, halves: Halves) -> tuple[Side, Side]:
         """As `rewrite_halves`, but neither lowered nor verified: to be looked at, and compared with other drafts."""
@@ -128,31 +133,29 @@ class Pipeline:
 
     def rewrite_inference(self, gm: torch.fx.GraphModule) -> Side:
         """The graph of a call that needs no gradients."""
-        self._run("forward", self.joint[0], gm)
-        return self._finish("forward", self.forward, gm)
+        return self._finish("forward", (self.joint[0], *self.forward), gm, STAGES[0])
 
-    def _finish(self, name: str, steps: tuple[Pass, ...], gm: torch.fx.GraphModule) -> Side:
-        for step in steps:
-            self._run(name, step, gm)
-        verify(gm, freed=True)
-        signature = Signature.of(gm)
+    def _finish(self, name: str, steps: tuple[Pass, ...], gm: torch.fx.GraphModule, stage: Stage) -> Side:
+        stage = self._run_all(name, steps, gm, stage)
+        verify(gm, stage, freed=True)
         scheduled = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        for step in self.lowering:
-            step(gm)
-            verify_lowered(gm, signature=signature)
-            self._observe(name, step, gm)
+        self._run_all(name, self.lowering, gm, stage)
         gm.recompile()
         return Side(scheduled, gm)
 
-    def _run(self, name: str, step: Pass, gm: torch.fx.GraphModule) -> None:
+    def _run_all(self, name: str, steps: tuple[Pass, ...], gm: torch.fx.GraphModule, stage: Stage) -> Stage:
+        """Run passes on a graph in this stage, each of them verified and observed; returns the stage that it is in."""
         signature = Signature.of(gm)
-        try:
-            step(gm)
-            verify(gm, signature=signature)
-        except (PassError, VerifyError) as e:
-            e.add_note(f"while running {step} on the {name} graph")
-            raise
-        self._observe(name, step, gm)
+        for step in steps:
+            try:
+                step(gm)
+                stage = stage_after(step, stage)
+                verify(gm, stage, signature=signature)
+            except (PassError, VerifyError) as e:
+                e.add_note(f"while running {step} on the {name} graph")
+                raise
+            self._observe(name, step, gm)
+        return stage
 
     def _observe(self, name: str, step: object, gm: torch.fx.GraphModule) -> None:
         if self.observer is not None:

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch.fx
 
-from . import analysis, ops
-from .errors import pass_error
+from . import analysis, metadata, ops
+from .errors import pass_error, required_wait
 from .plan import Gather
-from .printer import printed_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +67,8 @@ def planned_starts(graph: torch.fx.Graph, plan: Sequence[Gather]) -> dict[torch.
             found[node] = top if start is None else use_of_parameter[start]
     position = analysis.positions(graph)
     earliest: list[torch.fx.Node] = []
-    for node in sorted(found, key=lambda gather: position[_wait(gather)], reverse=True):
-        earliest = [min(*earliest, found[node], _wait(node), key=position.__getitem__)]
+    for node in sorted(found, key=lambda gather: position[required_wait(gather)], reverse=True):
+        earliest = [min(*earliest, found[node], required_wait(node), key=position.__getitem__)]
         found[node] = earliest[0]
     return found
 
@@ -81,7 +80,7 @@ def first_uses(graph: torch.fx.Graph) -> dict[str, torch.fx.Node]:
     for node in graph.nodes:
         if ops.is_parameter_out(node):
             found.setdefault(ops.argument(node, "parameter"), _before_waits(analysis.kernel_begin(node)))
-        elif kept := ops.kept_parameter(node):
+        elif kept := metadata.kept_parameter(node):
             use = analysis.first_use(node, position)
             found.setdefault(kept.parameter, _before_waits(analysis.kernel_begin(use)))
     return found
@@ -127,9 +126,11 @@ def starts(graph: torch.fx.Graph, distance: int) -> dict[torch.fx.Node, torch.fx
 def _uses_of_units(graph: torch.fx.Graph) -> list[tuple[str, list[torch.fx.Node]]]:
     """The units in the order of their use: for each, the waits for its gathers or the first use of what was kept."""
     position = analysis.positions(graph)
-    bucket_of_use = {_wait(node): ops.argument(node, "bucket") for node in graph.nodes if ops.is_all_gather(node)}
+    bucket_of_use = {
+        required_wait(node): ops.argument(node, "bucket") for node in graph.nodes if ops.is_all_gather(node)
+    }
     for node in analysis.inputs(graph):
-        if kept := ops.kept_parameter(node):
+        if kept := metadata.kept_parameter(node):
             bucket_of_use[analysis.first_use(node, position)] = kept.bucket
     units: list[tuple[str, list[torch.fx.Node]]] = []
     for use in sorted(bucket_of_use, key=position.__getitem__):
@@ -159,10 +160,3 @@ def _is_preparation(node: torch.fx.Node) -> bool:
 def _is_first_kept(units: list[tuple[str, list[torch.fx.Node]]], index: int) -> bool:
     """Whether this is the first unit, and the backward has it from the forward."""
     return index == 0 and not ops.is_call(units[0][1][0], ops.WAIT)
-
-
-def _wait(gather: torch.fx.Node) -> torch.fx.Node:
-    waits = [user for user in gather.users if ops.is_call(user, ops.WAIT)]
-    if len(waits) != 1:
-        raise pass_error(f"{printed_name(gather)} needs one wait", gather)
-    return waits[0]

@@ -14,12 +14,13 @@ are what this rank holds.
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import torch
 import torch.fx
 
-from . import analysis, insert_free, ops
+from . import analysis, metadata, ops
 
 _DTYPES = {
     torch.float32: "f32",
@@ -34,27 +35,7 @@ _DTYPES = {
     torch.bool: "b8",
 }
 
-_SHOWN: dict[Any, tuple[str, ...]] = {  # of the arguments of our operators, those that the names do not already tell
-    ops.UNSHARD: ("shard", "offset"),
-    ops.REDUCE_GRADIENT: ("gradients", "offsets"),
-    ops.ALL_GATHER: ("shard",),
-    ops.ALL_GATHER_GROUPED: ("shards",),
-    ops.JOIN: ("shards",),
-    ops.WAIT: ("pending",),
-    ops.COPY_OUT: ("gathered", "offset"),
-    ops.VIEW_OUT: ("gathered", "offset"),
-    ops.STORE: ("value",),
-    ops.FREE: ("full",),
-    ops.PART: ("shard", "parts", "index"),
-    ops.RESHARD: ("gathered", "parts", "index"),
-    ops.PACK: ("gradients", "offsets"),
-    ops.REDUCE_SCATTER: ("packed",),
-    ops.REDUCE_SCATTER_GROUPED: ("gradients", "offsets"),
-    ops.ALL_REDUCE: ("gradient",),
-    ops.CAST: ("value",),
-    ops.DIVIDE: ("value", "divisor"),
-    ops.MOVE: ("value", "device"),
-}
+_ARGUMENT = re.compile(r"{(\w+)}")
 
 
 def print_graph(gm: torch.fx.GraphModule, title: str = "forward") -> str:
@@ -117,41 +98,25 @@ def display_names(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
 
 
 def _wanted_name(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
-    if kept := ops.kept_parameter(node):
+    if kept := metadata.kept_parameter(node):
         return ops.escaped(kept.parameter)
     if node.op == "placeholder":
         return _bucket_of_input(node) or node.name
-    if ops.is_call(node, ops.UNSHARD, ops.COPY_OUT, ops.VIEW_OUT):
-        return ops.escaped(ops.argument(node, "parameter"))
-    if ops.is_call(node, ops.STORE):
-        return f"{names[node.args[0]]}.stored"  # type: ignore[index]
-    if ops.is_conversion(node):
-        return f"{names[node.args[0]]}.{_conversion(node)}"  # type: ignore[index]
-    part = _part_of_bucket(node)
-    return f"{part[0]}.{part[1]}" if part else node.name
-
-
-def _part_of_bucket(node: torch.fx.Node) -> tuple[str, str] | None:
-    """The bucket that the node's value belongs to, and what it is of that bucket."""
     if ops.is_call(node, ops.WAIT):
         collective: Any = node.args[0]
-        return ops.argument(collective, "bucket"), "gathered" if ops.is_all_gather(collective) else "grad"
-    if ops.is_collective(node):
-        return ops.argument(node, "bucket"), "pending" if ops.is_all_gather(node) else "grad.pending"
-    names: dict[Any, str] = {
-        ops.JOIN: "joined",
-        ops.PACK: "packed",
-        ops.REDUCE_GRADIENT: "grad",
-        ops.PART: "part",
-        ops.RESHARD: "part",
-    }
-    return (ops.argument(node, "bucket"), names[node.target]) if ops.is_call(node, *names) else None
+        return _filled_in(ops.OPERATORS[collective.target].name_of_wait, collective, names)
+    row = ops.OPERATORS.get(node.target)
+    return (_filled_in(row.name, node, names) if row else "") or node.name
 
 
-def _conversion(node: torch.fx.Node) -> str:
-    if ops.is_call(node, ops.CAST):
-        return _argument(node.args[1], {})
-    return "divided" if ops.is_call(node, ops.DIVIDE) else str(node.args[1])
+def _filled_in(name: str, node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
+    """A name of an operator's row, with the arguments of this node in place of those in braces."""
+
+    def printed(found: re.Match[str]) -> str:
+        text = _argument(ops.argument(node, found[1]), names)
+        return ops.escaped(text) if found[1] == "parameter" else text
+
+    return _ARGUMENT.sub(printed, name)
 
 
 def _bucket_of_input(node: torch.fx.Node) -> str | None:
@@ -172,10 +137,10 @@ def _bucket_of_input(node: torch.fx.Node) -> str | None:
 
 
 def _line(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
-    shown = _SHOWN.get(node.target) if ops.is_dialect(node) else None
-    values = list(node.args) if shown is None else [ops.argument(node, name) for name in shown]
-    if "gradients" in (shown or ()) and (accumulated := ops.argument(node, "accumulated")) is not None:
-        values.append(accumulated)
+    row = ops.OPERATORS.get(node.target)
+    values = list(node.args) if row is None else [ops.argument(node, name) for name in row.shown]
+    if row is not None and "accumulated" in row.shown and values[-1] is None:
+        values.pop()
     arguments = [_argument(value, names) for value in values]
     arguments += [f"{name}={_argument(value, names)}" for name, value in node.kwargs.items()]
     call = f"{target_name(node)}({', '.join(arguments)})"
@@ -223,8 +188,10 @@ def print_schedule(gm: torch.fx.GraphModule, title: str = "forward") -> str:
     A buffer counts from the start of its gather (or its copy) to its free; packed gradients from `pack` to their wait.
     """
     names = display_names(gm.graph)
-    buffers = set(insert_free.full_buffers(gm.graph))
-    alive: dict[torch.fx.Node, Any] = {node: num_bytes(node) for node in gm.graph.nodes if ops.kept_parameter(node)}
+    buffers = set(analysis.full_buffers(gm.graph))
+    alive: dict[torch.fx.Node, Any] = {
+        node: num_bytes(node) for node in gm.graph.nodes if metadata.kept_parameter(node)
+    }
     lines = [title]
     for node in gm.graph.nodes:
         if not _is_scheduled(node):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
 import torch.fx
 
-from . import analysis, insert_free, ops
+from . import analysis, metadata, ops
 from .errors import VerifyError
-from .printer import excerpt, printed_name
+from .insert_all_gather import InsertAllGather
+from .insert_free import InsertFree
+from .insert_reduce_scatter import InsertReduceScatter
+from .lower_collectives import LowerCollectives
+from .merge_unshards import MergeUnshards
+from .partition_joint import PartitionJoint
+from .printer import excerpt, printed_name, target_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +40,41 @@ def _describe(value: Any) -> Any:
     return (found.dtype, tuple(found.shape)) if isinstance(found, torch.Tensor) else type(found)
 
 
-def verify(gm: torch.fx.GraphModule, *, signature: Signature | None = None, freed: bool = False) -> None:
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """How far a graph has come: a row of `STAGES`.
+
+    Attributes:
+        after: the pass with which the stage begins; it lasts until a pass with which another one begins.
+        operators: those of the dialect that are legal in the graph.
+    """
+
+    after: type
+    operators: Set[Any]
+
+
+_CAPTURED = {ops.UNSHARD, ops.REDUCE_GRADIENT, ops.PACK}
+_REDUCTIONS = {ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED, ops.ALL_REDUCE, ops.PACK}
+_GATHERS = {ops.ALL_GATHER, ops.ALL_GATHER_GROUPED, ops.JOIN, ops.COPY_OUT, ops.VIEW_OUT, ops.RESHARD}
+_BOTH = {ops.WAIT, ops.CAST, ops.DIVIDE, ops.MOVE}
+
+STAGES = (
+    Stage(MergeUnshards, _CAPTURED),
+    Stage(PartitionJoint, _CAPTURED | {ops.PART}),
+    Stage(InsertReduceScatter, _REDUCTIONS | _BOTH | {ops.UNSHARD, ops.PART}),
+    Stage(InsertAllGather, _REDUCTIONS | _BOTH | _GATHERS),
+    Stage(InsertFree, _REDUCTIONS | _BOTH | _GATHERS | {ops.FREE, ops.STORE}),
+    Stage(LowerCollectives, {ops.STORE, ops.POISON}),
+)
+"""What is legal after which pass, in the order in which they run."""
+
+
+def stage_after(step: object, before: Stage) -> Stage:
+    """The stage of a graph after a pass has run on it, from the stage before."""
+    return next((stage for stage in STAGES if stage.after is type(step)), before)
+
+
+def verify(gm: torch.fx.GraphModule, stage: Stage, *, signature: Signature | None = None, freed: bool = False) -> None:
     """Raise `VerifyError` unless
 
     1. the graph is well formed (`Graph.lint`): values are defined before they are used;
@@ -44,22 +84,18 @@ def verify(gm: torch.fx.GraphModule, *, signature: Signature | None = None, free
     5. collectives of a kind are waited for in the order in which they start;
     6. nothing reads a full buffer, or a view of one, after its free, and it is freed once;
     7. with `freed`: every full buffer that the graph does not return is freed, right after its last use;
-    8. a reduction returns a gradient of its shard's size.
+    8. a reduction returns a gradient of its shard's size;
+    9. the operators of the dialect are those of the stage (`STAGES`): when all is lowered, `store` and `poison`.
     """
     _lint(gm.graph)
     for check in (_values, _waits, _wait_order, _frees, _gradients):
         check(gm.graph)
+    for node in filter(ops.is_dialect, gm.graph.nodes):
+        name = target_name(node)
+        _require(node.target in stage.operators, f"calls {name}, which is not legal after {stage.after.__name__}", node)
     _same_signature(gm, signature)
     if freed:
         _all_freed(gm.graph)
-
-
-def verify_lowered(gm: torch.fx.GraphModule, *, signature: Signature | None = None) -> None:
-    """Raise `VerifyError` unless 1 and 3 of `verify` hold and of the dialect only `store` and `poison` are left."""
-    _lint(gm.graph)
-    for node in gm.graph.nodes:
-        _require(not ops.is_dialect(node) or ops.is_call(node, ops.STORE, ops.POISON), "is left after lowering", node)
-    _same_signature(gm, signature)
 
 
 def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -70,7 +106,7 @@ def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
     3. the gradient of a shard has the shard's size.
     """
     graph = forward.graph
-    kept = {marked.parameter for node in analysis.inputs(backward.graph) if (marked := ops.kept_parameter(node))}
+    kept = {marked.parameter for node in analysis.inputs(backward.graph) if (marked := metadata.kept_parameter(node))}
     unshards = {node for node in graph.nodes if ops.is_call(node, ops.UNSHARD)}
     full = analysis.parameter_only(graph, unshards)
     saved = analysis.outputs(graph)[num_fwd_outputs:]
@@ -134,7 +170,7 @@ def _wait_order(graph: torch.fx.Graph) -> None:
 
 def _frees(graph: torch.fx.Graph) -> None:
     position = analysis.positions(graph)
-    full = set(insert_free.full_buffers(graph))
+    full = set(analysis.full_buffers(graph))
     freed: set[Any] = set()
     for node in graph.nodes:
         if ops.is_call(node, ops.FREE):
@@ -150,7 +186,7 @@ def _frees(graph: torch.fx.Graph) -> None:
 
 def _all_freed(graph: torch.fx.Graph) -> None:
     position = analysis.positions(graph)
-    for buffer in insert_free.full_buffers(graph):
+    for buffer in analysis.full_buffers(graph):
         end = analysis.last_use(buffer, position)
         if end.op == "output":
             continue

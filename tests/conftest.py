@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +13,27 @@ from tests import ranks
 settings.register_profile("quick", max_examples=300, deadline=None, derandomize=True, database=None)
 settings.register_profile("thorough", max_examples=3000, deadline=None, database=None)
 settings.load_profile("quick")
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def two_ranks(fresh_compiler: None) -> Iterator[None]:
+    yield from _among_fake_ranks(2)
+
+
+@pytest.fixture
+def four_ranks(fresh_compiler: None) -> Iterator[None]:
+    yield from _among_fake_ranks(4)
+
+
+def _among_fake_ranks(world_size: int) -> Iterator[None]:
+    ranks.join_fake_group(world_size)
+    yield
+    ranks.join_fake_group(0)
 
 
 def pytest_configure(config: pytest.Config) -> None:

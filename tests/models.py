@@ -10,15 +10,37 @@ normalization, the bias of attention keys): AdamW would turn that noise into ful
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def made(kind: Callable[..., nn.Module], *args: Any, seed: int = 0) -> nn.Module:
+    """What `kind` returns, with the same values wherever it is made with the same seed."""
+    torch.manual_seed(seed)
+    return kind(*args)
+
+
 def build(name: str, seed: int = 0) -> nn.Module:
     """The model of that name, with the same values wherever it is built with the same seed."""
-    torch.manual_seed(seed)
-    return MODELS[name]()
+    return made(MODELS[name], seed=seed)
+
+
+def everything_of(model: nn.Module) -> tuple[Any, ...]:
+    """What sharding could change of a model: objects, classes, attributes, hooks, dtypes and devices."""
+    modules = {name: (id(module), type(module)) for name, module in model.named_modules()}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = {name: (id(tensor), tensor.dtype, tensor.device) for name, tensor in named}
+    attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    hooks = {name: _hooks_of(module) for name, module in model.named_modules()}
+    return modules, tensors, attributes, hooks
+
+
+def _hooks_of(module: nn.Module) -> dict[str, list[Any]]:
+    return {name: list(value.values()) for name, value in vars(module).items() if "hooks" in name and value}
 
 
 def _generator(seed: int) -> torch.Generator:

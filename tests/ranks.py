@@ -43,6 +43,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile.compiler import capture
 
@@ -90,6 +91,23 @@ def on_ranks(*world_sizes: int, time_limit: float = TIME_LIMIT) -> Callable[[Cal
         return pytest.mark.parametrize("world_size", world_sizes)(test)
 
     return decorate
+
+
+def run_until_parted(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """The results of a function after which the ranks do not go on together."""
+    try:
+        return run_on_ranks(world_size, function, *args)
+    finally:
+        if world_size in _pools:
+            _pools.pop(world_size).stop()
+
+
+def join_fake_group(world_size: int, rank: int = 0, backend: str = "fake") -> None:
+    """This process takes the place of a rank among `world_size`, in a group that sends nothing; with 0, of none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if world_size:
+        dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def stop_all() -> None:

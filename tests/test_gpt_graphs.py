@@ -1,20 +1,17 @@
 """What a careful engineer would ask of the graphs of a GPT with tied embedding and head, on four ranks."""
 
 import pytest
-import torch
 
 from fsdp_compile import rewrite
-from fsdp_compile.passes import analysis, ops
-from fsdp_compile.passes.insert_free import full_buffers
+from fsdp_compile.passes import analysis, metadata, ops
+from fsdp_compile.passes.analysis import full_buffers
 from tests.models import build
 
 UNITS = ["tokens+positions", "blocks.0", "blocks.1"]
 LAST = "tokens+positions"  # its tied weight is the head's
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def gpt_graphs(**options):
@@ -70,7 +67,7 @@ def test_every_full_buffer_is_freed_or_kept_for_the_backward(lowering, prefetch)
                 kept |= {out.args[1] for out in analysis.aliases(buffer) if ops.is_parameter_out(out)}
             else:
                 assert ops.is_call(end, ops.FREE), buffer
-    taken = {ops.kept_parameter(node) for node in analysis.inputs(graphs.backward.graph)} - {None}
+    taken = {metadata.kept_parameter(node) for node in analysis.inputs(graphs.backward.graph)} - {None}
     assert {marked.bucket for marked in taken} == {"blocks.0"}
     assert {marked.parameter for marked in taken} <= kept
 
@@ -82,7 +79,7 @@ def test_nothing_full_is_saved_for_the_backward():
     full |= {shape[::-1] for shape in full}
     saved = {tuple(node.meta["val"].shape) for node in analysis.inputs(graphs.backward.graph)}
     assert not saved & full
-    assert not any(ops.kept_parameter(node) for node in analysis.inputs(graphs.backward.graph))
+    assert not any(metadata.kept_parameter(node) for node in analysis.inputs(graphs.backward.graph))
 
 
 def test_no_more_than_two_units_are_full_at_a_time():

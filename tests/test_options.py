@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -18,9 +17,9 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import CaptureError, ConfigError, compat, fsdp_compile, rewrite, shard
+from tests.models import everything_of
 
 TESTS = Path(__file__).parent
 SHOWN_BY = {  # the test that fails if the option has no effect, or that shows that it is refused
@@ -125,19 +124,6 @@ def tiny():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model.register_buffer("buffer", torch.ones(2))
     return model
-
-
-def everything_of(model):
-    modules = [(id(module), type(module), sorted(vars(module))) for module in model.modules()]
-    tensors = [(id(tensor), tensor.dtype, tensor.device) for tensor in (*model.parameters(), *model.buffers())]
-    return modules, tensors
-
-
-@pytest.fixture
-def two_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 ONE_OF_A_LIST = "fully_shard of a list"

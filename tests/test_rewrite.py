@@ -19,9 +19,7 @@ from tests.models import build
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Layers(nn.Module):

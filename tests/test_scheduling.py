@@ -7,9 +7,7 @@ from pathlib import Path
 import expecttest
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import ConfigError, rewrite
 from fsdp_compile.costs import HARDWARE, Link, predict
@@ -197,13 +195,6 @@ backward
                             reduce_scatter_grouped first            0
                             wait first.grad                         0""",
         )
-
-
-@pytest.fixture
-def four_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -35,9 +35,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def on_meta(module, *inputs):

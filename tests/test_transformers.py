@@ -34,17 +34,18 @@ from tests.distributed.training import (
     assert_close,
     assert_same_gradients,
     assert_same_tensors,
+    compiled,
     full_gradients,
     full_parameters,
     mean_over_ranks,
     names_of_none,
+    take_step,
 )
 from tests.ranks import on_ranks, run_on_ranks
 
 RANKS = range(2)
 STEPS = range(5)
 VOCABULARY = 67  # no world size divides it
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
 
 
 def llama(**options: object) -> PreTrainedModel:
@@ -108,8 +109,7 @@ def train(model: nn.Module, ranks: list[int]) -> Tensor:
             loss = run(model, rank, step) / len(ranks)
             loss.backward()
             losses[-1] += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step([optimizer])
     return torch.stack(losses)
 
 

@@ -27,7 +27,7 @@ import torch.fx
 
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
-from ..passes import analysis, ops
+from ..passes import analysis, metadata, ops
 from .arithmetic import largest
 from .collectives import Ring
 from .hardware import Hardware, Link
@@ -224,7 +224,7 @@ def _saved(work: Work) -> list[torch.fx.Node]:
     computed = [
         base(sent)
         for sent, received in received_of_sent.items()
-        if ops.kept_parameter(received) is None and ops.kept_part(received) is None
+        if metadata.kept_parameter(received) is None and metadata.kept_part(received) is None
     ]
     return [node for node in dict.fromkeys(computed) if node.op != "placeholder"]
 

@@ -19,7 +19,7 @@ import torch
 import torch.fx
 
 from ..passes import analysis, ops
-from ..passes.insert_free import full_buffers
+from ..passes.analysis import full_buffers
 from ..runtime.inductor import is_onednn_called, onednn_workspace
 from .nodes import base, extents, full_bytes, is_item, is_kernel, is_light, num_bytes, results
 from .work import Work, WorkOfGraph

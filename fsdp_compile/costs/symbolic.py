@@ -20,7 +20,7 @@ import torch.fx
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..layout.padding import room
-from ..passes import ops
+from ..passes import metadata, ops
 from ..runtime.shapes import size_expression
 from .nodes import Compiler, Extent, kernels_of
 from .work import Work, WorkOfGraph
@@ -141,7 +141,7 @@ def _is_of_parts(collective: torch.fx.Node) -> bool:
     """Whether this gathers parts of the buffer that the forward gathered, over a group of a size that was asked for."""
     if not ops.is_all_gather(collective):
         return False
-    return any(ops.kept_part(_source(shard)) is not None for shard in ops.gathered_shards(collective).values())
+    return any(metadata.kept_part(_source(shard)) is not None for shard in ops.gathered_shards(collective).values())
 
 
 def _is_of_replicas(collective: torch.fx.Node) -> bool:
@@ -258,7 +258,7 @@ def _numel_of_input(node: torch.fx.Node, numel_of_bucket: Mapping[str, Any]) -> 
         for gather in reader.users if ops.is_call(reader, ops.JOIN) else [reader]:
             if ops.is_all_gather(gather):
                 (bucket,) = [name for name, shard in ops.gathered_shards(gather).items() if shard is node]
-                part, numel = ops.kept_part(node), numel_of_bucket[bucket]
+                part, numel = metadata.kept_part(node), numel_of_bucket[bucket]
                 return numel if part is None else numel * NUM_SHARDS / part.size
     return None
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..errors import ConfigError
 from ..layout.precision import Precision
 from ..layout.units import Unit
 from ..options import Options
@@ -52,6 +53,58 @@ def compute_device(device: torch.device, mesh: DeviceMesh | None) -> torch.devic
     if kind == device.type:
         return device
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def check_not_sharded(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ConfigError if one of the parameters is sharded already."""
+    for name, parameter in parameters.items():
+        if isinstance(parameter, torch.distributed.tensor.DTensor):
+            raise ConfigError(f"{name} is a DTensor already; FSDP shards plain parameters")
+
+
+def check_modules(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
+    """Raise ConfigError for modules that sharding `parameters` would break in silence.
+
+    These are modules that write to their parameters in forward, and modules that keep parameters in attributes besides,
+    where they would go on holding the old ones.
+    """
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.max_norm is not None
+            and module.weight in parameters
+        ):
+            raise ConfigError(
+                f"{name or 'the model'} ({type(module).__name__}) has max_norm, with which its forward writes to its "
+                "weight, which is sharded: normalise the weight outside of forward"
+            )
+        for attribute, value in vars(module).items():
+            if attribute == "_flat_weights" and isinstance(module, nn.RNNBase):
+                continue  # reading.py replaces this list
+            held = value if isinstance(value, (list, tuple)) else [value]
+            if attribute != "_parameters" and any(
+                isinstance(item, nn.Parameter) and item in parameters for item in held
+            ):
+                raise ConfigError(
+                    f"{name or 'the model'} ({type(module).__name__}) also keeps parameters in its attribute "
+                    f"{attribute!r}, which sharding cannot replace; such modules are not supported"
+                )
+
+
+def check_dense(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
+    """Raise ConfigError for a module whose gradients would be sparse, which only a single rank has a use for."""
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.sparse
+            and module.weight.requires_grad
+            and module.weight in parameters
+        ):
+            raise ConfigError(
+                f"{name or 'the model'} ({type(module).__name__}) has sparse=True, and ranks that look up other rows "
+                "have no sum of sparse gradients that could be sharded: make it with sparse=False, or pass its weight "
+                "in ignored_params"
+            )
 
 
 def statement_of_decision(decision: Decision) -> list[Line]:

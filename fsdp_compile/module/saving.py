@@ -24,7 +24,8 @@ from ..runtime.flat_shard import FlatShard
 from ..runtime.groups import axes_of, mesh_over, part_of
 from ..runtime.reads import LocalRead, Read
 from .reading import install_reads, original_class
-from .sharding import Sharding, note_sharding, owners_of_parameters, sharding_of
+from .replacement import owners_of_parameters
+from .sharding import Sharding, note_sharding, sharding_of
 
 _MADE_ANEW = {
     "mesh",

@@ -18,7 +18,7 @@ done with the same collectives at the same time, in whatever order they come. An
 later gather. Times on the channel are written without the reductions before them; how many seconds those are depends
 on the position alone (`Chain.reduced`), and they are added where compute waits.
 
-Then each start moves back as far as costs nothing, which lowers the peak.
+Then each start moves back as far as costs nothing, which lowers the peak (`late_starts.py`).
 
 An example, which `tests/test_planning.py` computes: items of 2, 3 and 5 bytes, which the steps 0, 1 and 2 of 4 seconds
 each use first and last. A collective takes 1 second, and 1 more for each byte. There is room for 8 bytes; nothing is
@@ -53,10 +53,8 @@ from operator import add, itemgetter, le, sub
 from typing import NamedTuple
 
 from ..errors import ConfigError
-from .chains import Chain, ChainClock, ChainGather, ChainPlan, Channel, Outcome, evaluate, gather_seconds, plain_plan
-
-NEGLIGIBLE = 1e-11
-"""What rounding may do to a sum of seconds, relative to it."""
+from .chains import Chain, ChainGather, ChainPlan, Channel, evaluate, plain_plan
+from .late_starts import delayed
 
 
 def best_plan(
@@ -89,109 +87,10 @@ def best_plan(
     candidates = [_Search(chain, channel, limit, forms).plan()]
     if ends:
         candidates += [plain_plan(chain, ends, is_packed=is_packed) for is_packed in forms]
-    candidates += [_delayed(chain, candidate, channel) for candidate in candidates]
+    candidates += [delayed(chain, candidate, channel) for candidate in candidates]
     outcomes = [evaluate(chain, candidate, channel) for candidate in candidates]
     fitting = [index for index, outcome in enumerate(outcomes) if limit is None or outcome.peak <= limit]
     return candidates[min(fitting, key=lambda index: (outcomes[index].seconds, outcomes[index].peak))]
-
-
-def front(
-    chain: Chain, channel: Channel, *, limit: int | None = None, ends: Sequence[int] | None = None, resolution: int = 1
-) -> list[tuple[Outcome, ChainPlan]]:
-    """Plans from the fastest to the one with the lowest peak: none is slower than another with as high a peak.
-
-    Args:
-        limit, ends: as in `best_plan`.
-        resolution: bytes that peaks are apart at least. With 1, the front is complete where `best_plan` is exact.
-
-    Raises:
-        ConfigError: no plan fits.
-    """
-    found: list[tuple[Outcome, ChainPlan]] = []
-    while True:
-        plan = best_plan(chain, channel, limit=limit, ends=ends)
-        outcome = evaluate(chain, plan, channel)
-        while found and found[-1][0].seconds >= outcome.seconds:
-            found.pop()
-        found.append((outcome, plan))
-        if outcome.peak == chain.lowest_peak:
-            return found
-        limit = max(outcome.peak - resolution, chain.lowest_peak)
-
-
-def _delayed(chain: Chain, plan: ChainPlan, channel: Channel) -> ChainPlan:
-    """The plan with every start as late as costs nothing.
-
-    One sweep from the end: `deadline` is when compute has to be at a position for the plan to take no longer than it
-    does. What comes before a position is as in the plan until it is moved, and once it is, the deadline has been told
-    of all the starts after it. Times on the channel leave reductions out, as in `_Search`.
-    """
-    clock, reduced = ChainClock(chain, plan, channel), chain.reduced
-    arrivals = _Arrivals.of(chain, plan, channel, clock.reached)
-    deadline = max(clock.free, clock.reached[-1]) * (1 - NEGLIGIBLE)
-    begins = free = deadline - reduced[-1]  # of the channel: for the next gather, and for the next reduction
-    launches = [math.inf] * len(reduced)  # the same for the gathers started at a position
-    gathers, start = list(plan.gathers), len(chain.seconds)
-    index, item = len(gathers) - 1, len(chain.items) - 1
-    for step in reversed(range(len(chain.seconds))):
-        free = min(free, launches[step + 1])
-        if reduced[step] < reduced[step + 1]:
-            deadline = min(deadline, free + reduced[step])
-        deadline -= chain.seconds[step]
-        while item >= 0 and chain.items[item].first == step:
-            if gathers[index].is_packed:
-                deadline -= chain.items[item].num_bytes / channel.copy_bandwidth
-            if item == gathers[index].begin:
-                start = arrivals.latest_start(index, min(step, start), deadline, begins)
-                gathers[index] = dataclasses.replace(gathers[index], start=start)
-                begins = min(deadline - reduced[start], begins) - arrivals.gathers[index]
-                launches[start] = min(launches[start], begins)
-                index -= 1
-            item -= 1
-        deadline = min(deadline, launches[step] + reduced[step])
-    return ChainPlan(tuple(gathers))
-
-
-class _Arrivals(NamedTuple):
-    """When a plan's collectives are done, in time on the channel.
-
-    Attributes:
-        starts, gathers: of its gathers, the positions and the seconds.
-        done: done[i] is when the gathers before the i-th are.
-        reached: when compute is at a position.
-        clear: when the reductions before a position are done, and compute is there.
-        reduced: seconds of those reductions.
-    """
-
-    starts: Sequence[int]
-    gathers: Sequence[float]
-    done: Sequence[float]
-    reached: Sequence[float]
-    clear: Sequence[float]
-    reduced: Sequence[float]
-
-    @classmethod
-    def of(cls, chain: Chain, plan: ChainPlan, channel: Channel, reached: Sequence[float]) -> _Arrivals:
-        starts = [gather.start for gather in plan.gathers]
-        gathers = [gather_seconds(chain, gather, channel) for gather in plan.gathers]
-        reduced = chain.reduced
-        clear = list(accumulate(map(sub, reached, [0.0, *reduced]), max))
-        done = accumulate(zip(starts, gathers, strict=True), lambda d, b: max(d, clear[b[0]]) + b[1], initial=0.0)
-        return cls(starts, gathers, list(done), list(map(sub, reached, reduced)), clear, reduced)
-
-    def latest_start(self, index: int, start: int, deadline: float, begins: float) -> int:
-        """The last position up to `start` at which a gather could start, and be there when compute and channel go on.
-
-        Reductions that it is moved past are then before it on the channel, as are the gathers before it.
-        """
-        first = self.starts[index]
-        while start > first:
-            is_moved_past = self.reduced[start] > self.reduced[first]
-            begin = max(self.done[index], self.clear[start]) if is_moved_past else self.reached[start]
-            if begin <= min(deadline - self.reduced[start], begins) - self.gathers[index]:
-                break
-            start -= 1
-        return start
 
 
 class _Lows:

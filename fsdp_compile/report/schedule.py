@@ -16,7 +16,7 @@ from ..costs.predict import Prediction
 from ..costs.timeline import COMPUTE, Event, Timeline, num_messages
 from ..costs.work import WorkOfGraph
 from ..errors import ConfigError
-from ..passes import ops
+from ..passes import metadata, ops
 from ..passes.printer import display_names, target_name
 
 Kind = Literal["compute", "gather", "reduce", "copy", "wait", "free"]
@@ -190,7 +190,7 @@ def _unit(node: torch.fx.Node, before: str) -> str:
     """The unit of compute from this node on."""
     if ops.is_call(node, ops.WAIT) and ops.is_all_gather(node.all_input_nodes[0]):
         return _units(node.all_input_nodes[0])
-    kept = [ops.kept_parameter(source) for source in node.all_input_nodes]
+    kept = [metadata.kept_parameter(source) for source in node.all_input_nodes]
     return next((ops.unit_of_bucket(found.bucket) for found in kept if found), before)
 
 

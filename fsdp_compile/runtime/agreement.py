@@ -8,10 +8,10 @@ one rank decides for all (`decided_by_first`) is told in the same way.
 A rank can also run what was agreed on while another one is about to run something new (a branch taken on one rank
 only), or runs something else that was agreed on (a backward that another rank leaves out), or reads a parameter outside
 of graphs that the others do not read. It then stands in a collective that will never be complete. A thread of each
-process looks for that once a second: how many places each rank has come to, and which (`places`), says that it is so,
-without a time limit. A rank that raised something else in its forward or backward, and does not come back, leaves the
-others in a collective as well; it says what it raised. The thread ends the groups of this model, and what waits in them
-raises.
+process (`watching.py`) looks for that once a second: how many places each rank has come to, and which (`places`), says
+that it is so, without a time limit. A rank that raised something else in its forward or backward, and does not come
+back, leaves the others in a collective as well; it says what it raised. The thread ends the groups of this model, and
+what waits in them raises.
 
 What a rank asks of the store does not depend on how many ranks there are. While nothing happens, a process asks for one
 key a second, for all its agreements: the news, a number that grows with every event. Only when it has grown, a rank
@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,9 +40,7 @@ from ..errors import CaptureError, ConfigError, RankError, one_line
 from . import gloo
 from .comparison import SAME, ComparisonKeys, Keys, Opened, Raised, Statement, difference, digest_of
 from .places import Place, Track, Visit, at, parted
-
-_TICK = 1.0
-"""Seconds between two looks of the thread."""
+from .watching import TICK, watch
 
 _LONGEST_PAUSE = 2.0
 """Seconds between two looks of a rank that waits for others, at most; at first it looks more often."""
@@ -120,7 +117,7 @@ class Agreement:
         """
         self._raise_failure()
         self._groups.update(groups)
-        _watch(self)
+        watch(self)
         if (digest := digest_of(statement)) not in self._agreed:
             self.agree(statement)
             self._agreed.add(digest)
@@ -226,7 +223,7 @@ class Agreement:
             if (track := self._tracks.get(group)) is None:
                 track = self._tracks[group] = Track(self.rank, partial(self._keys.replace, f"place/{group}"))
                 self._groups.add(group)
-                _watch(self)
+                watch(self)
             track.come_to(self._visit)
 
     def tell(self, error: Exception) -> None:
@@ -236,7 +233,7 @@ class Agreement:
             RuntimeError: the store is gone.
         """
         if self.failure is None and self._told is None:
-            _watch(self)
+            watch(self)
             self._told = Raised(self.rank, self.num_run, one_line(error)).to_json()
             self._tell_if_nobody_else_does()
 
@@ -367,7 +364,7 @@ class Agreement:
         Args:
             what_is_wrong: what to say when time is over.
         """
-        begin, hears_at = time.monotonic(), _TICK
+        begin, hears_at = time.monotonic(), TICK
         longest_pause = min(max(len(self.ranks) / _LOOKS_OF_ALL, 0.02), _LONGEST_PAUSE)
         while (found := ask()) is None:
             waited = time.monotonic() - begin
@@ -398,48 +395,5 @@ def _absent_text(absent: Sequence[int], rank: int) -> str:
     return f"{have} not come to where rank {rank} is"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The thread
-# ----------------------------------------------------------------------------------------------------------
-
 _agreements: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Agreement]] = weakref.WeakKeyDictionary()
 """By the group of all ranks, and the ranks that agree."""
-
-_watched: weakref.WeakSet[Agreement] = weakref.WeakSet()
-_lock = threading.Lock()
-_thread: threading.Thread | None = None
-
-
-def _watch(agreement: Agreement) -> None:
-    global _thread
-    with _lock:
-        _watched.add(agreement)
-        if _thread is None or not _thread.is_alive():
-            # Not a daemon: one that Python ends in the middle of a call takes the process with it.
-            _thread = threading.Thread(target=_look_after_all, name="fsdp_compile", daemon=False)
-            _thread.start()
-
-
-def _look_after_all() -> None:
-    main = threading.main_thread()
-    while True:
-        main.join(_TICK)
-        with _lock:
-            watched = list(_watched)
-        if not (main.is_alive() and watched and dist.is_initialized()):
-            return
-        _look_after(watched)
-        del watched
-
-
-def _look_after(watched: Iterable[Agreement]) -> None:
-    """One look of each, with one request for all of them while nothing happens."""
-    news: dict[Any, str] = {}
-    for agreement in watched:
-        try:
-            if agreement.is_to_look and agreement.store not in news:
-                news[agreement.store] = agreement.news()
-            agreement.look(news.get(agreement.store))
-        except RuntimeError:  # the store is gone, and with it whoever could be told
-            with _lock:
-                _watched.discard(agreement)

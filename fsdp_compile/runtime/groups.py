@@ -14,7 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from ..errors import ConfigError
 from ..layout.buckets import NO_AXIS, Axes, Axis
-from ..passes.ops import Part
+from ..passes.metadata import Part
 from .gloo import overlapping_group
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

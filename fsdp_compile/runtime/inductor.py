@@ -19,7 +19,7 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 from torch._inductor.utils import is_collective, is_wait
 from torch._inductor.virtualized import V
 
-from ..passes import ops
+from ..passes import metadata, ops
 
 _aten = torch.ops.aten
 
@@ -107,7 +107,7 @@ def whole_copies() -> Iterator[None]:
 
     @functools.wraps(by_kernel)
     def cat(*args: Any, **kwargs: Any) -> Any:
-        return (by_aten if ops.is_whole_copy(V.graph.current_node) else by_kernel)(*args, **kwargs)
+        return (by_aten if metadata.is_whole_copy(V.graph.current_node) else by_kernel)(*args, **kwargs)
 
     with patch.dict(lowerings, {_aten.cat.default: cat, _aten.slice_copy.Tensor: _slice_copy}):
         yield

@@ -11,11 +11,9 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fsdp_compile
 from fsdp_compile.compiler.capture import _KEEP_SCHEDULE
@@ -34,12 +32,7 @@ COLLECTIVES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def four_ranks():
-    torch._dynamo.reset()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("four_ranks")
 
 
 def name_of(node):

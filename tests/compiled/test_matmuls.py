@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._inductor.utils import run_fw_bw_and_get_code
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fsdp_compile
 from fsdp_compile.runtime import inductor
+from tests.ranks import join_fake_group
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -20,9 +19,9 @@ def one_rank(monkeypatch):
     torch._dynamo.reset()
     torch.manual_seed(0)
     monkeypatch.setattr(inductor, "onednn_is_faster", lambda: True)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    join_fake_group(1)
     yield
-    dist.destroy_process_group()
+    join_fake_group(0)
 
 
 class Linears(nn.Module):

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import rewrite
 from fsdp_compile.costs import HARDWARE, Link
@@ -17,13 +15,6 @@ from tests.passes.tiny import Chain, Checkpointed, rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import memory
-
-
-@pytest.fixture
-def four_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
 
 
 def work_of(**options):

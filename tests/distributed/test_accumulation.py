@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile import ConfigError, fsdp_compile
 from fsdp_compile.passes import ops
 from tests.distributed.training import (
     ROWS,
@@ -18,14 +17,14 @@ from tests.distributed.training import (
     assert_close,
     assert_same_gradients,
     assert_same_parameters,
+    both_front_ends,
+    compiled,
     full_gradients,
 )
-from tests.models import build
+from tests.models import build, made
 from tests.ranks import on_ranks
 
 NUM = 4  # micro-batches in a step
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 
 def micro_batch(model, step, index, rank=None):
@@ -38,6 +37,12 @@ def micro_batch(model, step, index, rank=None):
 
 def backward(model, step, index):
     (model(*micro_batch(model, step, index)) / NUM).backward()
+
+
+def backward_unsharded(model, step, index):
+    """The mean over the ranks of what `backward` gives each of them."""
+    for rank in range(dist.get_world_size()):
+        (model(*micro_batch(model, step, index, rank)) / NUM / dist.get_world_size()).backward()
 
 
 def accumulate(model, step, *, syncs):
@@ -165,8 +170,7 @@ def test_what_is_kept_does_not_show_and_zero_grad_drops_it(world_size, front_end
     assert all(parameter.grad is None for parameter in model.parameters())
     model.zero_grad()
     backward(model, 0, 1)
-    for rank in range(world_size):
-        (expected(*micro_batch(expected, 0, 1, rank)) / NUM / world_size).backward()
+    backward_unsharded(expected, 0, 1)
     assert_same_gradients(model, expected)
 
 
@@ -184,10 +188,7 @@ class Switch(torch.nn.Module):
 @both_front_ends
 @on_ranks(2)
 def test_what_the_last_micro_batch_does_not_use_is_reduced_all_the_same(world_size, front_end):
-    torch.manual_seed(0)
-    expected = Switch()
-    torch.manual_seed(0)
-    model = front_end(Switch())
+    expected, model = made(Switch), front_end(made(Switch))
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     rows = x.chunk(2)[dist.get_rank()]
     with model.no_sync():
@@ -213,13 +214,11 @@ def test_evaluation_an_exception_and_two_losses_in_between(world_size, front_end
     model.set_requires_gradient_sync(True)
     losses = [model(*micro_batch(model, 0, index)) for index in (1, 2)]
     (sum(losses) / NUM).backward()
-    for rank in range(world_size):
-        for index in (0, 1, 2):
-            (expected(*micro_batch(expected, 0, index, rank)) / NUM / world_size).backward()
+    for index in (0, 1, 2):
+        backward_unsharded(expected, 0, index)
     assert_same_gradients(model, expected)
     backward(model, 0, 3)
-    for rank in range(world_size):
-        (expected(*micro_batch(expected, 0, 3, rank)) / NUM / world_size).backward()
+    backward_unsharded(expected, 0, 3)
     assert_same_gradients(model, expected)
 
 
@@ -266,8 +265,7 @@ IN_BETWEEN = {
 def test_what_is_kept_is_reduced_whatever_happens_to_the_model_in_between(world_size, front_end, is_one_unit):
     policy = (lambda recurse, **_: recurse) if is_one_unit else {torch.nn.Linear}
     for name, change in IN_BETWEEN.items():
-        torch.manual_seed(0)
-        expected = Layers()
+        expected = made(Layers)
         model = front_end(copy.deepcopy(expected), auto_wrap_policy=policy)
         for index in range(2):
             dtype = model.first.weight.dtype

@@ -13,9 +13,8 @@ from torch import nn
 from fsdp_compile import RankError, fsdp_compile
 from fsdp_compile.module.sharding import sharding_of
 from fsdp_compile.runtime.agreement import agreement_of
-from tests import ranks
 from tests.distributed.training import adamw, assert_same_parameters
-from tests.ranks import on_ranks, run_on_ranks
+from tests.ranks import on_ranks, run_until_parted
 
 SOON = 30.0  # seconds
 
@@ -166,18 +165,9 @@ def come_late():
             dist.barrier()
 
 
-def parted(function, *args):
-    """The results of a function after which the ranks do not go on together."""
-    try:
-        return run_on_ranks(2, function, *args)
-    finally:
-        if 2 in ranks._pools:
-            ranks._pools.pop(2).stop()
-
-
 @pytest.mark.parametrize("backend, with_backward", [("aot_eager", True), ("aot_eager", False), ("inductor", True)])
 def test_a_rank_that_takes_another_branch_at_a_later_step_stops_all(backend, with_backward):
-    results = parted(branch_at_a_later_step, backend, with_backward)
+    results = run_until_parted(2, branch_at_a_later_step, backend, with_backward)
     for text, again, seconds in results:
         assert text == again == results[0][0]
         assert "blocks.1" in text and "blocks.2" in text
@@ -186,7 +176,7 @@ def test_a_rank_that_takes_another_branch_at_a_later_step_stops_all(backend, wit
 
 @pytest.mark.parametrize("later", [False, True])
 def test_a_rank_that_evaluates_while_another_trains_is_told_so(later):
-    for text, seconds in parted(evaluate_on_one_rank, later):
+    for text, seconds in run_until_parted(2, evaluate_on_one_rank, later):
         assert text.splitlines()[1:3] == [
             "  rank 0: a call without a backward (no_grad, or nothing to train)",
             "  rank 1: a call with a backward",
@@ -196,7 +186,7 @@ def test_a_rank_that_evaluates_while_another_trains_is_told_so(later):
 
 
 def test_a_rank_whose_branch_needs_a_plan_stops_all():
-    results = parted(functools.partial(branch_at_a_later_step, hardware="h100"), "aot_eager", True)
+    results = run_until_parted(2, functools.partial(branch_at_a_later_step, hardware="h100"), "aot_eager", True)
     for text, again, seconds in results:
         assert text == again == results[0][0]
         assert "a program that reads" in text
@@ -204,12 +194,12 @@ def test_a_rank_whose_branch_needs_a_plan_stops_all():
 
 
 def test_a_rank_with_fewer_batches_stops_the_others_at_the_time_limit():
-    text, _ = parted(run_fewer_batches)
+    text, _ = run_until_parted(2, run_fewer_batches)
     assert "a rank that rank 0 waits for has not come within the time limit of the process group" in text
 
 
 def test_a_rank_that_does_not_come_is_named():
-    for text in parted(come_late):
+    for text in run_until_parted(2, come_late):
         assert "rank 1 has not come to where rank 0 is within 2 s" in text
 
 

@@ -1,7 +1,5 @@
 """Checkpoints of model and optimizer: between numbers of ranks, from and to rank 0, and into models made on meta."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,19 +11,26 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
-from tests.distributed.training import adamw, assert_same_parameters, full, train
+from fsdp_compile import ConfigError, shard
+from tests.distributed.training import (
+    adamw,
+    assert_same_parameters,
+    compiled,
+    full,
+    hybrid_mesh,
+    load_checkpoint,
+    save_checkpoint,
+    state_of,
+    train,
+)
 from tests.models import build
 from tests.ranks import on_ranks, run_on_ranks
 
 ROWS = 12  # of the batch: divisible by every world size here, so that all train on the same
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
 FRONT_END_OF_NAME = {
     "odd_parameters": compiled,
     "odd_mlp": shard,
@@ -50,11 +55,6 @@ def trained_unsharded(name, steps):
     optimizer = adamw(model.parameters())
     train(model, optimizer, steps, batch=whole_batch)
     return model, optimizer
-
-
-def state_of(model, optimizer):
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
 
 
 def full_state(model, optimizer):
@@ -82,7 +82,7 @@ def save(path, name, steps):
     optimizer = adamw(model.parameters())
     train(model, optimizer, steps, batch=part_of_batch)
     state = full_state(model, optimizer)
-    dcp.save(state_of(model, optimizer), checkpoint_id=path)
+    save_checkpoint(path, model, optimizer)
     return state if dist.get_rank() == 0 else None
 
 
@@ -90,9 +90,7 @@ def load(path, name, steps, saved, **options):
     """Load into a new model, compare with what was saved, train on and compare with uninterrupted training."""
     model = FRONT_END_OF_NAME[name](build(name, seed=1), **options)
     optimizer = adamw(model.parameters())
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    load_checkpoint(path, model, optimizer)
     assert_equal(full_state(model, optimizer), saved)
     train(model, optimizer, steps, batch=part_of_batch)
     assert_same_parameters(model, trained_unsharded(name, range(steps.stop))[0])
@@ -108,9 +106,7 @@ def load_in_one_process(path, saved):
     for name in FRONT_END_OF_NAME:
         model = compiled(build(name, seed=1))
         optimizer = adamw(model.parameters())
-        state = state_of(model, optimizer)
-        dcp.load(state, checkpoint_id=path / name, no_dist=True)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        load_checkpoint(path / name, model, optimizer, no_dist=True)
         assert_equal(full_state(model, optimizer), saved[name])
         train(model, optimizer, range(2, 5), batch=whole_batch)
         assert_same_parameters(model, trained_unsharded(name, range(5))[0])
@@ -124,8 +120,7 @@ def test_a_checkpoint_of_two_ranks_on_other_numbers_of_ranks(tmp_path):
 
 
 def load_on_a_hybrid_mesh(path, name, saved):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    load(path, name, range(2, 4), saved, mesh=mesh)
+    load(path, name, range(2, 4), saved, mesh=hybrid_mesh())
 
 
 def test_a_checkpoint_of_three_ranks_on_a_hybrid_mesh_and_without_sharding(tmp_path):
@@ -135,9 +130,7 @@ def test_a_checkpoint_of_three_ranks_on_a_hybrid_mesh_and_without_sharding(tmp_p
 
     model = build(name, seed=1)
     optimizer = adamw(model.parameters())
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    load_checkpoint(tmp_path, model, optimizer, no_dist=True)
     assert_equal(full_state(model, optimizer), saved)
 
 

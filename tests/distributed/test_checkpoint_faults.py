@@ -13,42 +13,29 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import set_state_dict
 
-from fsdp_compile import fsdp_compile
 from tests import ranks
-from tests.distributed.test_checkpoint import state_of
-from tests.distributed.training import adamw, train
+from tests.distributed.training import adamw, compiled, load_checkpoint, save_checkpoint, train
 from tests.models import build
 from tests.ranks import on_ranks, run_on_ranks
 
 
 def fresh(seed):
-    model = fsdp_compile(build("gpt", seed=seed), backend="aot_eager")
+    model = compiled(build("gpt", seed=seed))
     return model, adamw(model.parameters())
-
-
-def save(path, model, optimizer, **options):
-    dcp.save(state_of(model, optimizer), checkpoint_id=path, **options)
-
-
-def load(path, model, optimizer):
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def train_and_save(path):
     """The losses after the checkpoint at `path`, without an interruption."""
     model, optimizer = fresh(seed=0)
     train(model, optimizer, range(3))
-    save(path, model, optimizer)
+    save_checkpoint(path, model, optimizer)
     return train(model, optimizer, range(3, 6)), model, optimizer
 
 
 def losses_after(path):
     model, optimizer = fresh(seed=1)
-    load(path, model, optimizer)
+    load_checkpoint(path, model, optimizer)
     return train(model, optimizer, range(3, 6))
 
 
@@ -68,22 +55,22 @@ def full_disk(is_full):
 def test_a_full_disk_on_one_rank_is_an_error_on_all(world_size, tmp_path):
     losses, model, optimizer = train_and_save(tmp_path / "whole")
     with full_disk(dist.get_rank() == 1), pytest.raises(CheckpointException, match="(?s)ranks:.*1.*File too large"):
-        save(tmp_path / "partial", model, optimizer)
+        save_checkpoint(tmp_path / "partial", model, optimizer)
     with pytest.raises(CheckpointException, match=r"\.metadata"):
-        load(tmp_path / "partial", model, optimizer)
+        load_checkpoint(tmp_path / "partial", model, optimizer)
     assert torch.equal(losses_after(tmp_path / "whole"), losses)
 
 
 @on_ranks(2)
 def test_a_truncated_checkpoint_is_an_error_on_all(world_size, tmp_path):
     losses, model, optimizer = train_and_save(tmp_path / "whole")
-    save(tmp_path / "truncated", model, optimizer)
+    save_checkpoint(tmp_path / "truncated", model, optimizer)
     if dist.get_rank() == 0:
         largest = max((tmp_path / "truncated").glob("*.distcp"), key=lambda path: path.stat().st_size)
         os.truncate(largest, largest.stat().st_size // 2)
     dist.barrier()
     with pytest.raises(CheckpointException):
-        load(tmp_path / "truncated", model, optimizer)
+        load_checkpoint(tmp_path / "truncated", model, optimizer)
     assert torch.equal(losses_after(tmp_path / "whole"), losses)
 
 
@@ -101,7 +88,7 @@ def save_and_die(path):
     writer = (Dying if dist.get_rank() == 1 else dcp.FileSystemWriter)(path / "partial")
     begin = time.monotonic()
     try:
-        save(path / "partial", model, optimizer, storage_writer=writer)
+        save_checkpoint(path / "partial", model, optimizer, storage_writer=writer)
     except Exception as e:
         (path / "seen").write_text(f"{time.monotonic() - begin} {type(e).__name__}: {e}")
         raise
@@ -109,7 +96,7 @@ def save_and_die(path):
 
 def restart(path):
     with pytest.raises(CheckpointException, match=r"\.metadata"):
-        load(path / "partial", *fresh(seed=1))
+        load_checkpoint(path / "partial", *fresh(seed=1))
     assert torch.equal(losses_after(path / "whole"), torch.load(path / f"losses-{dist.get_rank()}"))
 
 

@@ -21,23 +21,23 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsdp_compile import compat, fsdp_compile, rewrite, shard
 from fsdp_compile.passes import analysis, ops
 from tests.distributed.training import (
-    assert_close,
+    STEPS,
     assert_same_gradients,
     assert_same_parameters,
+    assert_trains_as,
     average_gradients,
     batch_of_rank,
-    global_batch,
-    mean_over_ranks,
+    both_front_ends,
+    compiled,
+    gathered_units,
     sgd,
+    take_step,
     train,
 )
-from tests.models import Block, Gpt, Regression, build
+from tests.models import Block, Gpt, Regression, build, made
 from tests.ranks import on_ranks
 
-STEPS = range(3)
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
 FRONT_ENDS = {"compiled": compiled, "eager": shard}
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 memory_budget = torch._functorch.config.patch
 MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
@@ -74,25 +74,11 @@ class CheckpointedGpt(Gpt):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def seeded(kind, *args):
-    torch.manual_seed(0)
-    return kind(*args)
-
-
-def assert_trains_as(expected, model):
-    expected_losses = train(expected, sgd(expected.parameters()), STEPS, batch=global_batch)
-    losses = train(model, sgd(model.parameters()), STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
-
-
-@pytest.mark.parametrize(
-    ("front_end", "kind"),
-    [(name, kind) for name in ("compiled", "eager") for kind in KINDS],
-)
+@pytest.mark.parametrize("kind", list(KINDS))
+@both_front_ends
 @on_ranks(2)
 def test_a_checkpointed_model_trains(world_size, front_end, kind):
-    assert_trains_as(build("gpt"), FRONT_ENDS[front_end](seeded(CheckpointedGpt, kind)))
+    assert_trains_as(front_end(made(CheckpointedGpt, kind)), build("gpt"), make_optimizer=sgd)
 
 
 WRAPPERS = {
@@ -109,20 +95,20 @@ def wrap_blocks(model, kind):
     return model
 
 
-@pytest.mark.parametrize("front_end", ["compiled", "eager"])
 @pytest.mark.parametrize("kind", list(WRAPPERS))
+@both_front_ends
 @on_ranks(2)
 def test_modules_wrapped_before_sharding(world_size, front_end, kind):
-    model = FRONT_ENDS[front_end](wrap_blocks(build("gpt"), kind))
+    model = front_end(wrap_blocks(build("gpt"), kind))
     assert list(model.state_dict()) == list(build("gpt").state_dict())
-    assert_trains_as(wrap_blocks(build("gpt"), kind), model)
+    assert_trains_as(model, wrap_blocks(build("gpt"), kind), make_optimizer=sgd)
 
 
 @both_front_ends
 @on_ranks(2)
 def test_modules_wrapped_after_sharding(world_size, front_end):
     model = wrap_blocks(front_end(build("gpt")), "non_reentrant")
-    assert_trains_as(wrap_blocks(build("gpt"), "non_reentrant"), model)
+    assert_trains_as(model, wrap_blocks(build("gpt"), "non_reentrant"), make_optimizer=sgd)
 
 
 def compose(model, **options):
@@ -144,14 +130,14 @@ def gpt_with_shared_weights():
     return model
 
 
-def hybrid_mesh():
+def mesh_of_replicas():
     return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
 
 
 COMPOSED = {
     "units": lambda: fully_sharded(compose(build("gpt"))),
     "selective after sharding": lambda: compose(
-        fully_sharded(build("gpt"), mesh=hybrid_mesh()), context_fn=KINDS["selective_policy"]["context_fn"]
+        fully_sharded(build("gpt"), mesh=mesh_of_replicas()), context_fn=KINDS["selective_policy"]["context_fn"]
     ),
     "within another": lambda: torch.compile(shard(composable(compose(build("gpt")))), backend="fsdp"),
     "eager": lambda: shard(compose(build("gpt"))),
@@ -163,20 +149,16 @@ COMPOSED = {
 def test_modules_with_composable_checkpointing_train(world_size, case):
     """What their hooks enclosed was compiled in the forward, and computed again in eager (CheckpointError)."""
     model = COMPOSED[case]()
-    expected = build("gpt")
-    expected_losses = train(expected, sgd(expected.parameters()), STEPS, batch=global_batch)
-    losses = train(model, sgd(model.parameters()), STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(getattr(model, "_orig_mod", model), expected)
+    assert_trains_as(model, build("gpt"), make_optimizer=sgd)
     if case == "units":
         [graphs] = model.graphs
-        assert gathered(graphs.backward.graph)[-2:] == ["blocks.1", "blocks.0"]
+        assert gathered_units(graphs.backward)[-2:] == ["blocks.1", "blocks.0"]
 
 
 @on_ranks(2)
 def test_composable_checkpointing_compiled_by_inductor_with_shared_weights(world_size):
     model = fully_sharded(compose(gpt_with_shared_weights()), backend="inductor")
-    assert_trains_as(gpt_with_shared_weights(), model)
+    assert_trains_as(model, gpt_with_shared_weights(), make_optimizer=sgd)
 
 
 @on_ranks(2)
@@ -209,7 +191,7 @@ class ListsParameters(Regression):
 @both_front_ends
 @on_ranks(2)
 def test_a_method_that_is_computed_again_lists_full_parameters(world_size, front_end):
-    assert_trains_as(seeded(ListsParameters), front_end(seeded(ListsParameters)))
+    assert_trains_as(front_end(made(ListsParameters)), made(ListsParameters), make_optimizer=sgd)
 
 
 # What the graphs of checkpointed models look like
@@ -218,10 +200,6 @@ def test_a_method_that_is_computed_again_lists_full_parameters(world_size, front
 def graphs_of(model):
     torch._dynamo.reset()
     return rewrite(model, *model.inputs(3, seed=0), world_size=2, reshard_after_forward=True)
-
-
-def gathered(graph):
-    return [ops.argument(node, "bucket") for node in graph.nodes if ops.is_all_gather(node)]
 
 
 def saved(graphs):
@@ -250,15 +228,15 @@ AFTER_THE_BLOCKS = [(3, 8, 1), (3, 8, 1), (24, 32), (24, 48), (24, 1), (24, 1)] 
 )
 def test_a_recomputed_unit_is_gathered_once_more_and_only_its_input_is_saved(model):
     graphs = graphs_of(model())
-    assert gathered(graphs.forward.graph) == ["tokens+positions", "blocks.0", "blocks.1"]
-    assert gathered(graphs.backward.graph) == ["tokens+positions", "blocks.1", "blocks.0"]
+    assert gathered_units(graphs.forward) == ["tokens+positions", "blocks.0", "blocks.1"]
+    assert gathered_units(graphs.backward) == ["tokens+positions", "blocks.1", "blocks.0"]
     assert saved(graphs) == [*INDICES, *[(3, 8, 32)] * 2, *AFTER_THE_BLOCKS]
 
 
 @pytest.mark.parametrize("kind", ["selective_policy", "selective_ops"])
 def test_a_selective_policy_decides_what_is_saved(kind):
     graphs, plain = graphs_of(CheckpointedGpt(kind)), graphs_of(Gpt())
-    assert gathered(graphs.backward.graph) == ["tokens+positions", "blocks.1", "blocks.0"]
+    assert gathered_units(graphs.backward) == ["tokens+positions", "blocks.1", "blocks.0"]
     assert num_matmuls(graphs.backward.graph) == num_matmuls(plain.backward.graph)
     block = [(3, 8, 32), (24, 96), (24, 32), (24, 64)]  # its input, and the results of all matmuls but the last
     assert saved(graphs) == [*INDICES, *block, *block, (24, 32), *AFTER_THE_BLOCKS]
@@ -299,7 +277,7 @@ class NoisyModel(Regression):
 
 def train_noisy_replicas(kind, world_size):
     """One eager model per rank, each with that rank's rows and random numbers, gradients averaged."""
-    replicas = [seeded(NoisyModel, kind) for _ in range(world_size)]
+    replicas = [made(NoisyModel, kind) for _ in range(world_size)]
     optimizers = [sgd(replica.parameters()) for replica in replicas]
     states = [state_of_rank(rank) for rank in range(world_size)]
     for step in STEPS:
@@ -308,9 +286,7 @@ def train_noisy_replicas(kind, world_size):
             replica(*batch_of_rank(replica, step, rank)).backward()
             states[rank] = torch.get_rng_state()
         average_gradients(replicas)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(optimizers)
     return replicas[0]
 
 
@@ -333,7 +309,7 @@ def test_random_numbers_are_those_of_the_unsharded_model(world_size, front_end, 
     """Seeded once: a number drawn too often or too seldom changes every later step."""
     expected = train_noisy_replicas(kind, world_size)
     with memory_budget(activation_memory_budget=budget):
-        model = FRONT_ENDS[front_end](seeded(NoisyModel, kind))
+        model = FRONT_ENDS[front_end](made(NoisyModel, kind))
         torch.set_rng_state(state_of_rank(dist.get_rank()))
         train(model, sgd(model.parameters()), STEPS)
     assert_same_parameters(model, expected)
@@ -366,9 +342,9 @@ class ShowsItsMask(Regression):
 @on_ranks(2)
 def test_inductor_recomputes_with_the_mask_of_the_forward(world_size, kind, budget):
     """Inductor draws random numbers of its own; what matters is that forward and backward see the same ones."""
-    replicas = [seeded(ShowsItsMask, None) for _ in range(world_size)]
+    replicas = [made(ShowsItsMask, None) for _ in range(world_size)]
     with memory_budget(activation_memory_budget=budget):
-        model = fsdp_compile(seeded(ShowsItsMask, kind))
+        model = fsdp_compile(made(ShowsItsMask, kind))
         for step in range(2):
             loss, dropped = model(*batch_of_rank(model, step))
             loss.backward()

@@ -1,26 +1,31 @@
 """`model.clip_grad_norm_`: the norm and the gradients of the unsharded model, with one all-reduce."""
 
 import copy
-import functools
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
-from tests.distributed.training import assert_close, batch_of_rank, full_gradients, global_batch
+from fsdp_compile import ConfigError, shard
+from tests.distributed.training import (
+    assert_close,
+    backward_of_both,
+    batch_of_rank,
+    compiled,
+    full_gradients,
+    global_batch,
+    hybrid_mesh,
+    take_step,
+)
 from tests.models import build
 from tests.ranks import on_ranks
 
 NORMS = [1, 2, 3.5, math.inf]
 MAX_NORM = 0.01
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 
 def collectives(debug):
@@ -67,22 +72,17 @@ def test_clipping_between_compiled_steps(world_size):
     expected, model = build("odd_mlp"), compiled(build("odd_mlp"))
     optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (expected, model)]
     for step in range(3):
-        expected(*global_batch(expected, step)).backward()
-        model(*batch_of_rank(model, step)).backward()
+        backward_of_both(model, expected, step)
         assert_clips_like(model, expected)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(optimizers)
 
 
 @pytest.mark.parametrize("norm_type", [2, math.inf])
 @pytest.mark.parametrize("name", ["odd_mlp", "odd_parameters"])
 @on_ranks(4)
 def test_replicas_of_a_hybrid_mesh_count_once(world_size, name, norm_type):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    expected, model = build(name), shard(build(name), mesh)
-    expected(*global_batch(expected, 0)).backward()
-    model(*batch_of_rank(model, 0)).backward()
+    expected, model = build(name), shard(build(name), hybrid_mesh())
+    backward_of_both(model, expected)
     norm = assert_clips_like(model, expected, norm_type)
     assert all(torch.equal(other, norm) for other in norms_of_ranks(norm))
 
@@ -110,8 +110,7 @@ def test_clipping_what_is_not_just_sharded(world_size, strategy):
 def test_plain_parameters_of_a_sharded_model_count_once(world_size):
     expected = build("odd_mlp")
     model = shard(copy.deepcopy(expected))
-    expected(*global_batch(expected, 0)).backward()
-    model(*batch_of_rank(model, 0)).backward()
+    backward_of_both(model, expected)
     for network in (expected, model):
         network.plain = nn.Parameter(torch.ones(4))
         network.plain.grad = torch.full((4,), 3.0)
@@ -123,8 +122,7 @@ def test_a_rank_without_gradients_takes_part(world_size):
     expected, model = build("odd_mlp"), shard(build("odd_mlp"))
     assert model.clip_grad_norm_(1.0) == 0
 
-    expected(*global_batch(expected, 0)).backward()
-    model(*batch_of_rank(model, 0)).backward()
+    backward_of_both(model, expected)
     if dist.get_rank() == 1:
         model.zero_grad()
     rows = [parameter.grad[: -(-len(parameter) // world_size)] for parameter in expected.parameters()]
@@ -136,8 +134,7 @@ def test_a_rank_without_gradients_takes_part(world_size):
 @on_ranks(2)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_all(world_size, norm_type, value):
     expected, model = build("odd_mlp"), shard(build("odd_mlp"))
-    expected(*global_batch(expected, 0)).backward()
-    model(*batch_of_rank(model, 0)).backward()
+    backward_of_both(model, expected)
     expected.layers[0].weight.grad[-1, -1] = value
     if dist.get_rank() == world_size - 1:
         model.layers[0].weight.grad.to_local()[-1, -1] = value

@@ -27,23 +27,25 @@ from fsdp_compile import ConfigError, compat, fsdp_compile, rewrite, shard
 from fsdp_compile.compat import FullyShardedDataParallel as FSDP
 from fsdp_compile.passes import ops
 from tests.distributed.training import (
+    STEPS,
     adamw,
     assert_close,
     assert_same_gradients,
     assert_same_parameters,
+    assert_trains_as,
     batch_of_rank,
+    compiled,
     full,
+    gathered_units,
     global_batch,
     mean_over_ranks,
     train,
     train_unsharded,
 )
-from tests.models import build
+from tests.models import build, made
 from tests.ranks import on_ranks
 
-STEPS = range(4)
 fully_shard = functools.partial(compat.fully_shard, backend="aot_eager")
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
 wrapped = functools.partial(FSDP, backend="aot_eager")
 
 
@@ -55,22 +57,14 @@ def sharded_bottom_up(name="gpt", **options):
     return fully_shard(model, **options)
 
 
-def units_gathered(graph):
-    return list(
-        dict.fromkeys(ops.unit_of_bucket(ops.argument(n, "bucket")) for n in graph.nodes if ops.is_all_gather(n))
-    )
-
-
 @on_ranks(2)
 def test_fully_shard_from_the_bottom_up_is_one_program(world_size):
-    expected, expected_losses = train_unsharded("gpt", STEPS)
+    expected = build("gpt")
     model = sharded_bottom_up()
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
-    losses = train(model, adamw(model.parameters()), STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, expected)
     [graphs] = model.graphs
-    assert units_gathered(graphs.forward.graph) == ["root", "blocks.0", "blocks.1"]
+    assert gathered_units(graphs.forward) == ["root", "blocks.0", "blocks.1"]
 
 
 @on_ranks(2)
@@ -86,8 +80,8 @@ def test_options_of_parts_stay_theirs(world_size):
         ops.argument(n, "bucket"): n.meta["val"].dtype for n in graphs.forward.graph.nodes if ops.is_all_gather(n)
     }
     assert gathered["blocks.0"] == torch.bfloat16 and gathered["blocks.1"] == torch.float32
-    assert "blocks.1" in units_gathered(graphs.backward.graph)
-    assert "blocks.0" not in units_gathered(graphs.backward.graph)
+    assert "blocks.1" in gathered_units(graphs.backward)
+    assert "blocks.0" not in gathered_units(graphs.backward)
 
 
 @on_ranks(2)
@@ -108,7 +102,7 @@ def test_an_optimizer_built_between_and_a_part_used_by_itself(world_size):
 @on_ranks(2)
 def test_a_list_of_modules_is_one_unit(world_size):
     """As in scripts that shard the last norm and the head together; the head is tied to the embedding here."""
-    expected, expected_losses = train_unsharded("gpt", STEPS)
+    expected = build("gpt")
     model = build("gpt")
     for block in model.blocks:
         fully_shard(block)
@@ -118,11 +112,9 @@ def test_a_list_of_modules_is_one_unit(world_size):
     assert_close(model.head(model.norm(x)), expected_head(x))
     fully_shard(model)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
-    losses = train(model, adamw(model.parameters()), STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, expected)
     [graphs] = model.graphs
-    assert units_gathered(graphs.forward.graph) == ["norm+head", "root", "blocks.0", "blocks.1"]
+    assert gathered_units(graphs.forward) == ["norm+head", "root", "blocks.0", "blocks.1"]
     assert copy.deepcopy(model).state_dict().keys() == expected.state_dict().keys()
 
 
@@ -141,12 +133,10 @@ def test_parts_of_modules_in_a_list_keep_their_units(world_size):
     with pytest.raises(ConfigError, match="unshard_in_backward is a bool"):
         model.tokens.set_unshard_in_backward(0)
     fully_shard(model)
-    expected, _ = train_unsharded("gpt", STEPS)
-    train(model, adamw(model.parameters()), STEPS)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build("gpt"))
     [graphs] = model.graphs
-    assert units_gathered(graphs.forward.graph) == ["tokens+positions", "blocks+norm", "blocks.0.up"]
-    assert not {"blocks.0.up", "tokens+positions"} & set(units_gathered(graphs.backward.graph))
+    assert gathered_units(graphs.forward) == ["tokens+positions", "blocks+norm", "blocks.0.up"]
+    assert not {"blocks.0.up", "tokens+positions"} & set(gathered_units(graphs.backward))
 
 
 @on_ranks(2)
@@ -220,15 +210,10 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(self.head(self.mix(self.embed(ids))), target)
 
 
-def tied():
-    torch.manual_seed(0)
-    return Tied()
-
-
 @on_ranks(2)
 def test_tied_weights_across_units_stay_one_weight(world_size):
     """FSDP2 raises here; SimpleFSDP unties them (PEERS 7). The bias of the head is its own."""
-    expected, model = tied(), tied()
+    expected, model = made(Tied), made(Tied)
     fully_shard(model.embed)
     fully_shard(model.head)
     fully_shard(model)
@@ -243,8 +228,7 @@ def test_tied_weights_across_units_stay_one_weight(world_size):
 @pytest.mark.parametrize("signature", ["1.11", "1.11-keywords", "today", "nested", "wrap"])
 @on_ranks(2)
 def test_fully_sharded_data_parallel_by_every_signature(world_size, signature):
-    expected, expected_losses = train_unsharded("gpt", STEPS)
-    model = build("gpt")
+    expected, model = build("gpt"), build("gpt")
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=100)
     if signature == "1.11":
         model = wrapped(model, None, CPUOffload(offload_params=False), policy, BackwardPrefetch.BACKWARD_POST)
@@ -262,11 +246,10 @@ def test_fully_sharded_data_parallel_by_every_signature(world_size, signature):
             model.blocks[0] = wrap(model.blocks[0])
             model = wrap(model)
     assert isinstance(model, FSDP) and not isinstance(expected, FSDP)
-    losses = train(model, adamw(model.parameters()), STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model.module, expected)
+    assert model.module is model
+    assert_trains_as(model, expected)
     if signature == "today":
-        assert units_gathered(model.graphs[0].backward.graph) == []
+        assert gathered_units(model.graphs[0].backward) == []
     with FSDP.summon_full_params(model):
         assert_close(dict(model.named_parameters()), dict(expected.named_parameters()))
 
@@ -277,11 +260,9 @@ def policy_of_1_11(module, recurse, unwrapped_params):
 
 @on_ranks(2)
 def test_no_shard_is_data_parallel(world_size):
-    expected, expected_losses = train_unsharded("gpt", STEPS)
     model = wrapped(build("gpt"), sharding_strategy=ShardingStrategy.NO_SHARD)
     assert all(parameter.placements == (Replicate(),) for parameter in model.parameters())
-    assert_close(mean_over_ranks(train(model, adamw(model.parameters()), STEPS)), expected_losses)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build("gpt"))
 
 
 class Normed(nn.Module):

@@ -17,27 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import ConfigError, fsdp_compile, rewrite, shard
 from fsdp_compile.compat import fully_shard
-from tests.models import Block, OddMlp, build
+from tests.models import Block, OddMlp, build, everything_of
+from tests.ranks import join_fake_group
 
+pytestmark = pytest.mark.usefixtures("two_ranks")
 front_ends = pytest.mark.parametrize("front_end", [fsdp_compile, shard])
-
-
-@pytest.fixture(autouse=True)
-def two_ranks():
-    torch._dynamo.reset()
-    join_fake_group(world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
-def join_fake_group(world_size, backend="fake"):
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=world_size)
 
 
 @contextlib.contextmanager
@@ -49,19 +36,6 @@ def untouched(model, *inputs):
     assert torch.equal(model(*inputs), expected)
     for name, parameter in model.named_parameters():
         assert type(parameter) is nn.Parameter, name
-
-
-def everything_of(model):
-    modules = {name: (id(module), type(module)) for name, module in model.named_modules()}
-    parameters = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: id(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
-    hooks = {name: hooks_of(module) for name, module in model.named_modules()}
-    return modules, parameters, buffers, attributes, hooks
-
-
-def hooks_of(module):
-    return {name: list(value.values()) for name, value in vars(module).items() if "hooks" in name and value}
 
 
 @contextlib.contextmanager
@@ -315,13 +289,12 @@ def test_sparse_gradients_that_show_in_the_graph_only(front_end, case):
 
 
 def test_a_single_rank_has_sparse_gradients():
-    dist.destroy_process_group()
+    join_fake_group(0)
     model, expected = Lookup(), Lookup()
     expected.load_state_dict(model.state_dict())
     for each in (fsdp_compile(model, backend="aot_eager"), expected):
         each(TOKENS).sum().backward()
     assert torch.equal(model[0].weight.grad.to_dense(), expected[0].weight.grad.to_dense())
-    join_fake_group(world_size=2)
 
 
 def test_rewrite_refuses_sparse_gradients_as_sharding_does():
@@ -391,9 +364,8 @@ def test_wrappers_that_have_nothing_to_do_with_what_is_sharded():
     model = Outer(shard(nn.Linear(4, 4)))
     model._ddp_params_and_buffers_to_ignore = ["inner.weight", "inner.bias"]
     DistributedDataParallel(model, init_sync=False)
-    dist.destroy_process_group()
+    join_fake_group(0)
     accelerate(fsdp_compile(build("odd_mlp"), backend="aot_eager", mp_policy=MixedPrecisionPolicy(torch.bfloat16)))
-    join_fake_group(world_size=2)
 
 
 # Parameters that came after sharding
@@ -533,9 +505,8 @@ def test_a_model_with_a_parameter_that_came_after_sharding_is_not_saved():
 
 
 def test_with_a_single_rank_parameters_may_come_at_any_time():
-    dist.destroy_process_group()
+    join_fake_group(0)
     model = fsdp_compile(build("odd_mlp"), backend="aot_eager")
     model.layers.append(nn.Linear(3, 3))
     model(*model.inputs(4, seed=0)).backward()
     assert model.layers[5].weight.grad is not None
-    join_fake_group(world_size=2)

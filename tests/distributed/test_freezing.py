@@ -1,27 +1,22 @@
 """Parameters that are frozen or unfrozen while the model trains."""
 
-import functools
-
-import pytest
 import torch
 from torch import nn
 
-from fsdp_compile import fsdp_compile, shard
 from fsdp_compile.passes import ops
 from tests.distributed.training import (
     adamw,
     assert_close,
     assert_same_gradients,
     assert_same_parameters,
+    both_front_ends,
+    compiled,
     global_batch,
     mean_over_ranks,
     train,
 )
-from tests.models import build
+from tests.models import build, made
 from tests.ranks import on_ranks
-
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 
 def reduced_buckets(graphs):
@@ -93,10 +88,8 @@ class Adapters(nn.Module):
 @both_front_ends
 @on_ranks(2)
 def test_gradients_of_a_unit_that_is_frozen_in_part(world_size, front_end):
-    torch.manual_seed(0)
-    expected = Adapters()
-    torch.manual_seed(0)
-    model = front_end(Adapters(), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse)
+    expected = made(Adapters)
+    model = front_end(made(Adapters), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse)
     x = torch.randn(4, 5)
     for frozen in ("down", "base.bias", "up.weight"):
         for found in (expected, model):

@@ -1,19 +1,17 @@
 """`model.summon_full_params`: full parameters between two steps, and full tensors in `load_state_dict`."""
 
 import copy
-import functools
 import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile import ConfigError, shard
 from fsdp_compile.backend import backend_for
 from fsdp_compile.compiler.options import CompileConfig
 from fsdp_compile.module.sharding import sharding_of
@@ -23,18 +21,18 @@ from tests.distributed.training import (
     assert_same_gradients,
     assert_same_parameters,
     assert_same_tensors,
+    assert_trains_as,
+    backward_of_both,
     batch_of_rank,
+    both_front_ends,
+    compiled,
     full_gradients,
     global_batch,
+    hybrid_mesh,
     train,
-    train_unsharded,
 )
 from tests.models import build
 from tests.ranks import on_ranks
-
-STEPS = range(4)
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 
 def assert_is_full(model, expected):
@@ -85,9 +83,7 @@ def test_what_is_written_inside_is_trained_on(world_size, front_end):
     reset(expected, seed=5)
     with model.summon_full_params():
         reset(model, seed=5)
-    for network, batch in ((expected, global_batch), (model, batch_of_rank)):
-        train(network, adamw(network.parameters()), STEPS, batch=batch)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, expected)
 
 
 @on_ranks(2)
@@ -104,8 +100,7 @@ def test_without_writeback_nothing_is_written(world_size):
 @on_ranks(2)
 def test_gradients_are_not_touched_unless_asked_for(world_size):
     expected, model = build("odd_mlp"), shard(build("odd_mlp"))
-    expected(*global_batch(expected, 0)).backward()
-    model(*batch_of_rank(model, 0)).backward()
+    backward_of_both(model, expected)
     with model.summon_full_params():
         assert all(parameter.grad is None for parameter in model.parameters())
         for parameter in model.parameters():
@@ -117,8 +112,7 @@ def test_gradients_are_not_touched_unless_asked_for(world_size):
 @on_ranks(3)
 def test_gradients_are_full_too_and_written_back(world_size, name):
     expected, model = build(name), shard(build(name))
-    expected(*global_batch(expected, 0)).backward()
-    model(*batch_of_rank(model, 0)).backward()
+    backward_of_both(model, expected)
 
     def change(network):
         """Gradients change, vanish and appear."""
@@ -147,8 +141,7 @@ def test_gradients_are_full_too_and_written_back(world_size, name):
 @on_ranks(2)
 def test_with_grads_but_without_writeback_gradients_stay(world_size):
     expected, model = build("odd_mlp"), shard(build("odd_mlp"))
-    expected(*global_batch(expected, 0)).backward()
-    model(*batch_of_rank(model, 0)).backward()
+    backward_of_both(model, expected)
     with model.summon_full_params(writeback=False, with_grads=True):
         for parameter in model.parameters():
             parameter.grad.zero_()
@@ -172,8 +165,7 @@ def test_only_the_first_rank_gets_full_parameters_on_request(world_size):
 
 @on_ranks(4)
 def test_full_parameters_of_a_hybrid_mesh(world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    expected, model = build("odd_parameters"), shard(build("odd_parameters"), mesh)
+    expected, model = build("odd_parameters"), shard(build("odd_parameters"), hybrid_mesh())
     with model.summon_full_params():
         assert_is_full(model, expected)
         reset(model, seed=5)
@@ -230,9 +222,7 @@ def test_an_exception_inside_leaves_the_model_sharded(world_size):
     expected.layers[0].weight.data.zero_()
     assert_same_parameters(model, expected)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    for network, batch in ((expected, global_batch), (model, batch_of_rank)):
-        train(network, adamw(network.parameters()), STEPS, batch=batch)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, expected)
 
 
 @pytest.mark.parametrize("front_end", ["compiled", "eager", "torch.compile"])
@@ -303,9 +293,7 @@ def test_a_model_made_on_the_meta_device_is_reset_as_the_unsharded_model(world_s
     model.to_empty(device="cpu")
     with model.summon_full_params():
         reset(model, seed=5)
-    for network, batch in ((expected, global_batch), (model, batch_of_rank)):
-        train(network, adamw(network.parameters()), STEPS, batch=batch)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, expected)
 
 
 @pytest.mark.parametrize("writeback", [True, False])
@@ -339,7 +327,6 @@ def test_options_that_are_no_bools():
 @both_front_ends
 @on_ranks(3)
 def test_a_full_state_dict_loads_on_every_rank(world_size, front_end, assign):
-    expected, _ = train_unsharded("odd_parameters", STEPS)
     model = front_end(build("odd_parameters", seed=1))
     model(*batch_of_rank(model, 0)).backward()  # compiled before it is loaded
     model.zero_grad()
@@ -347,8 +334,7 @@ def test_a_full_state_dict_loads_on_every_rank(world_size, front_end, assign):
     for _ in range(2):
         full = {f"model.{name}": value for name, value in build("odd_parameters").state_dict().items()}
         assert str(outer.load_state_dict(full, assign=assign)) == "<All keys matched successfully>"
-    train(model, adamw(model.parameters()), STEPS)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build("odd_parameters"))
 
 
 @on_ranks(2)

@@ -15,7 +15,15 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import ConfigError, fsdp_compile, rewrite
 from fsdp_compile.costs import HARDWARE, predict
-from tests.distributed.training import assert_close, assert_same_gradients, assert_same_parameters, sgd
+from tests.distributed.training import (
+    assert_close,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_same_step,
+    halving,
+    sgd,
+    take_step,
+)
 from tests.random_models import HeadedModel, RandomModel, schedules, trees
 from tests.ranks import run_on_ranks
 from tests.test_fuzz import load_buffers
@@ -63,14 +71,7 @@ def compare(tree, is_double, options):
     for step in range(3):
         loss = loss_of(model, dist.get_rank(), step)
         losses = [as_replica(expected, own, loss_of, expected, rank, step) for rank, own in enumerate(buffers)]
-        assert_close(loss, losses[dist.get_rank()])
-        if loss.requires_grad:
-            loss.backward()
-            torch.stack(losses).mean().backward()
-        assert_same_gradients(model, expected)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        assert_same_step(model, expected, loss, losses, optimizers)
     assert_same_parameters(model, expected)
     assert_close(list(model.buffers()), buffers[dist.get_rank()])
 
@@ -104,9 +105,7 @@ def compare_micro_batches(tree, steps, options):
             for each in (model, expected):
                 each.freeze(seed + index)
         assert_same_gradients(model, expected)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(optimizers)
     assert_same_parameters(model, expected)
 
 
@@ -119,17 +118,6 @@ def compare_micro_batches(tree, steps, options):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_outputs_are_left_out_and_parameters_are_frozen_between_micro_batches(world_size, tree, steps, options):
     run_on_ranks(world_size, compare_micro_batches, tree, steps, options)
-
-
-def first_that_fits(call, rows):
-    """What `call` returns for as many rows, or half as many, and so on; and the rows."""
-    while True:
-        try:
-            return call(rows), rows
-        except ConfigError:
-            if rows == 1:
-                raise
-            rows //= 2
 
 
 def compare_retries(tree, part, sizes):
@@ -154,7 +142,7 @@ def compare_retries(tree, part, sizes):
             return (found[0] + found[1].square().mean()) if isinstance(found, tuple) else found
 
         try:
-            loss, rows = first_that_fits(call, sizes[(step + rank) % len(sizes)] if step else sizes[0])
+            loss, rows = halving(call, sizes[(step + rank) % len(sizes)] if step else sizes[0])
         except ConfigError:
             assert step == 0  # on all ranks: none has come further
             return
@@ -164,14 +152,7 @@ def compare_retries(tree, part, sizes):
             as_replica(expected, own, call, num, expected, 100 * step + other)
             for other, (own, num) in enumerate(zip(buffers, rows_of_rank, strict=True))
         ]
-        assert_close(loss, losses[rank])
-        if loss.requires_grad:
-            loss.backward()
-            torch.stack(losses).mean().backward()
-        assert_same_gradients(model, expected)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        assert_same_step(model, expected, loss, losses, optimizers)
     assert_same_parameters(model, expected)
 
 

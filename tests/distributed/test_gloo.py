@@ -1,22 +1,17 @@
 """Graphs overlap collectives, which gloo's own groups survive only most of the time."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from fsdp_compile import fsdp_compile
 from fsdp_compile.runtime.gloo import TOGETHER, overlapping_group
 from fsdp_compile.runtime.groups import mesh_over
-from tests.distributed.training import assert_same_parameters, batch_of_rank, global_batch, sgd, train
+from tests.distributed.training import assert_trains_as, batch_of_rank, compiled, hybrid_mesh, sgd
 from tests.models import build
 from tests.ranks import on_ranks
 
 _c10d = torch.ops._c10d_functional
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
 
 
 def groups_of(model):
@@ -95,8 +90,7 @@ def test_a_reduction_that_gradients_do_not_have_is_refused(world_size):
 
 @on_ranks(4)
 def test_both_axes_of_a_mesh_have_a_direct_group(world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    groups = groups_of(compiled(build("odd_mlp"), mesh))
+    groups = groups_of(compiled(build("odd_mlp"), hybrid_mesh()))
     assert len(groups) == 2 and {num_threads_of(group) for group in groups} == {1}
     rank = torch.tensor([dist.get_rank()])
     found = [_c10d.wait_tensor(_c10d.all_reduce(rank, "sum", group.group_name)) for group in groups]
@@ -108,13 +102,8 @@ def test_both_axes_of_a_mesh_have_a_direct_group(world_size):
 def test_ranks_that_know_different_numbers_of_groups_find_each_other(world_size):
     if dist.get_rank() == 1:
         dist.new_group([1], use_local_synchronization=True)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    expected = build("odd_mlp")
-    train(expected, sgd(expected.parameters()), range(2), batch=global_batch)
-    for options in ({"mesh": mesh}, {"reshard_after_forward": 2}):
-        model = compiled(build("odd_mlp"), **options)
-        train(model, sgd(model.parameters()), range(2))
-        assert_same_parameters(model, expected)
+    for options in ({"mesh": hybrid_mesh()}, {"reshard_after_forward": 2}):
+        assert_trains_as(compiled(build("odd_mlp"), **options), build("odd_mlp"), range(2), sgd)
 
     row = mesh_over([[0, 1], [2, 3]][dist.get_rank() // 2], "cpu", None)
     total = torch.tensor([dist.get_rank()])

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import ConfigError, NonFiniteError, fsdp_compile, shard
-from tests.distributed.training import adamw, assert_same_parameters, batch_of_rank, train, train_unsharded
+from fsdp_compile import ConfigError, NonFiniteError, fsdp_compile
+from tests.distributed.training import assert_trains_as, batch_of_rank, both_front_ends, compiled
 from tests.models import build
 from tests.ranks import on_ranks
 
@@ -24,14 +24,10 @@ def mesh_of(world_size):
     return init_device_mesh("cpu", (2, world_size // 2)) if world_size > 2 else None
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", None])
+@both_front_ends
 @on_ranks(2, 4)
-def test_a_gradient_that_is_not_finite_is_named_on_every_rank(world_size, backend):
-    model = build("odd_mlp")
-    if backend is None:
-        shard(model, mesh_of(world_size), check_gradients=True)
-    else:
-        fsdp_compile(model, mesh_of(world_size), backend=backend, check_gradients=True)
+def test_a_gradient_that_is_not_finite_is_named_on_every_rank(world_size, front_end):
+    model = front_end(build("odd_mlp"), mesh_of(world_size), check_gradients=True)
     loss = model(*spoiled_batch(model, float("nan")))
     with pytest.raises(NonFiniteError) as caught:
         loss.backward()
@@ -41,9 +37,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank(world_size, backen
     assert all(parameter.grad is not None for parameter in model.parameters())
 
     model.zero_grad()  # and it goes on as if nothing had been
-    train(model, adamw(model.parameters()), range(3))
-    expected, _ = train_unsharded("odd_mlp", range(3))
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build("odd_mlp"), range(3))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -58,7 +52,7 @@ def test_the_infinite_gradient_of_one_parameter_is_told_from_the_rest(world_size
 
 @on_ranks(2)
 def test_kept_gradients_are_checked_when_they_are_reduced(world_size):
-    model = fsdp_compile(build("odd_mlp"), backend="aot_eager", check_gradients=True)
+    model = compiled(build("odd_mlp"), check_gradients=True)
     with model.no_sync():
         model(*spoiled_batch(model, float("inf"))).backward()
     with pytest.raises(NonFiniteError, match="number 2"):
@@ -67,19 +61,16 @@ def test_kept_gradients_are_checked_when_they_are_reduced(world_size):
 
 @on_ranks(2)
 def test_without_the_option_nothing_is_checked(world_size):
-    model = fsdp_compile(build("odd_mlp"), backend="aot_eager")
+    model = compiled(build("odd_mlp"))
     model(*spoiled_batch(model, float("nan"))).backward()
     with pytest.raises(ConfigError, match="check_gradients is a bool, not 1"):
         fsdp_compile(build("odd_mlp"), check_gradients=1)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", None])
+@both_front_ends
 @on_ranks(1)
-def test_a_single_rank_is_checked_too_and_so_is_its_copy(world_size, backend):
-    model = build("odd_mlp")
-    shard(model, check_gradients=True) if backend is None else fsdp_compile(
-        model, backend=backend, check_gradients=True
-    )
+def test_a_single_rank_is_checked_too_and_so_is_its_copy(world_size, front_end):
+    model = front_end(build("odd_mlp"), check_gradients=True)
     for each in (model, copy.deepcopy(model)):
         loss = each(*spoiled_batch(model, float("nan")))
         with pytest.raises(NonFiniteError, match=r"layers.0.weight \(unit layers"):
@@ -90,7 +81,7 @@ def test_a_single_rank_is_checked_too_and_so_is_its_copy(world_size, backend):
 
 @on_ranks(2)
 def test_an_error_in_a_backward_leaves_the_check_in_place(world_size):
-    model = fsdp_compile(build("odd_mlp"), backend="aot_eager", check_gradients=True)
+    model = compiled(build("odd_mlp"), check_gradients=True)
 
     def fail(_):
         raise ValueError("a hook")

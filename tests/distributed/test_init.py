@@ -1,7 +1,5 @@
 """How a model comes to be sharded: ignored parameters, models on the meta device, offloading."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,22 +7,17 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile import ConfigError, fsdp_compile
 from tests.distributed.training import (
-    adamw,
     assert_close,
     assert_same_parameters,
+    assert_trains_as,
     batch_of_rank,
-    mean_over_ranks,
-    train,
-    train_unsharded,
+    both_front_ends,
+    compiled,
 )
 from tests.models import build
 from tests.ranks import on_ranks
-
-STEPS = range(4)
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 
 @both_front_ends
@@ -139,10 +132,10 @@ def test_a_param_init_fn_that_leaves_something_out_is_named(world_size):
         compiled(layers("meta"), param_init_fn="zeros")
 
 
-def test_param_init_fn_on_a_single_process():
-    model, expected = layers("meta"), layers()
-    compiled(model, param_init_fn=initialise)
-    assert_close(model(torch.ones(2, 5)), expected(torch.ones(2, 5)))
+@pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}], ids=["plain", "offloaded"])
+def test_param_init_fn_on_a_single_process(options):
+    model = compiled(layers("meta"), param_init_fn=initialise, **options)
+    assert_close(model(torch.ones(2, 5)), layers()(torch.ones(2, 5)))
 
 
 @pytest.mark.parametrize(
@@ -151,10 +144,8 @@ def test_param_init_fn_on_a_single_process():
 @both_front_ends
 @on_ranks(2)
 def test_offloading_without_an_accelerator_is_the_same_graph(world_size, front_end, policy):
-    expected, expected_losses = train_unsharded("odd_mlp", STEPS)
     model = front_end(build("odd_mlp"), offload_policy=policy)
-    assert_close(mean_over_ranks(train(model, adamw(model.parameters()), STEPS)), expected_losses)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build("odd_mlp"))
     if model.graphs:
         plain = compiled(build("odd_mlp"))
         plain(*batch_of_rank(plain, 0)).backward()
@@ -189,8 +180,3 @@ def test_the_meta_device_computes_nothing_the_cpu_does(world_size, is_planned):
         assert model.graphs[0].plan is not None
     else:
         assert "move" not in str(model.graphs[0])
-
-
-def test_one_process_offloads_a_model_on_the_meta_device():
-    model = compiled(layers("meta"), param_init_fn=initialise, offload_policy=CPUOffloadPolicy())
-    assert_close(model(torch.ones(2, 5)), layers()(torch.ones(2, 5)))

@@ -8,46 +8,35 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, RankError, fsdp_compile, shard
+from fsdp_compile import ConfigError, RankError, shard
 from fsdp_compile.errors import CaptureError
 from fsdp_compile.runtime.agreement import agreement_of
 from fsdp_compile.runtime.comparison import Line
 from tests.distributed.training import (
-    adamw,
-    assert_close,
     assert_same_gradients,
     assert_same_parameters,
+    assert_trains_as,
     batch_of_rank,
-    mean_over_ranks,
-    train,
-    train_unsharded,
+    both_front_ends,
+    compiled,
+    hybrid_mesh,
 )
 from tests.models import build
 from tests.ranks import on_ranks
-
-STEPS = range(4)
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 
 @pytest.mark.parametrize("name", ["gpt", "odd_mlp", "adapted", "odd_parameters"])
 @both_front_ends
 @on_ranks(4)
 def test_hybrid_sharding_equals_the_unsharded_model(world_size, front_end, name):
-    expected, expected_losses = train_unsharded(name, STEPS)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = front_end(build(name), mesh)
-    losses = train(model, adamw(model.parameters()), STEPS)
-
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
+    model = front_end(build(name), hybrid_mesh())
+    assert_trains_as(model, build(name))
 
 
 @on_ranks(4)
 def test_hybrid_sharding_splits_along_one_axis_and_copies_along_the_other(world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     num_full_bytes = sum(parameter.nbytes for parameter in build("gpt").parameters())
-    model = shard(build("gpt"), mesh)
+    model = shard(build("gpt"), hybrid_mesh())
     locals_of_rank = [None] * world_size
     dist.all_gather_object(locals_of_rank, [parameter.to_local().detach() for parameter in model.parameters()])
 
@@ -60,8 +49,7 @@ def test_hybrid_sharding_splits_along_one_axis_and_copies_along_the_other(world_
 @both_front_ends
 @on_ranks(4)
 def test_values_come_from_rank_0_on_a_hybrid_mesh(world_size, front_end):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = front_end(build("odd_mlp", seed=dist.get_rank()), mesh)
+    model = front_end(build("odd_mlp", seed=dist.get_rank()), hybrid_mesh())
     assert_same_parameters(model, build("odd_mlp", seed=0))
 
 
@@ -85,11 +73,9 @@ def test_a_process_group_shards_over_its_ranks_only(world_size, front_end):
 @both_front_ends
 @on_ranks(2)
 def test_a_mesh_of_one_dimension_shards_over_it(world_size, front_end):
-    expected, _ = train_unsharded("odd_mlp", STEPS)
     mesh = init_device_mesh("cpu", (2,))
     model = front_end(build("odd_mlp"), mesh)
-    train(model, adamw(model.parameters()), STEPS)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build("odd_mlp"))
     assert all(parameter.device_mesh == mesh for parameter in model.parameters())
 
 

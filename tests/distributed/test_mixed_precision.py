@@ -11,26 +11,26 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile import ConfigError, fsdp_compile
 from fsdp_compile.passes import ops
 from tests.distributed.training import (
+    STEPS,
     adamw,
     assert_close,
     assert_same_parameters,
     average_gradients,
     batch_of_rank,
+    both_front_ends,
+    compiled,
     mean_over_ranks,
     sgd,
     train,
     train_unsharded,
 )
-from tests.models import build
+from tests.models import build, made
 from tests.ranks import on_ranks
 
-STEPS = range(4)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 
 class Mlp(nn.Module):
@@ -51,11 +51,6 @@ class Mlp(nn.Module):
         y = self.down(x)
         self.seen.append(y.dtype)
         return {"y": y if mask is None else y * mask, "ids": torch.arange(3)}
-
-
-def mlp():
-    torch.manual_seed(0)
-    return Mlp()
 
 
 def rows_of_rank(rank, step=0):
@@ -87,10 +82,10 @@ def test_training_equals_bf16_copies_with_averaged_gradients(world_size, front_e
     def loss_of_rank(model, rank, step):
         return model(rows_of_rank(rank, step).to(next(iter(model.parameters())).dtype))["y"].float().pow(2).mean()
 
-    master = mlp()
+    master = made(Mlp)
     master_optimizer = sgd(master.parameters())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    model = front_end(mlp(), mp_policy=policy)
+    model = front_end(made(Mlp), mp_policy=policy)
     optimizer = sgd(model.parameters())
     for step in STEPS:
         losses = [functools.partial(loss_of_rank, rank=rank, step=step) for rank in range(world_size)]
@@ -134,7 +129,7 @@ def gathered_bytes(graph):
 @on_ranks(2)
 def test_inputs_and_outputs_are_cast_as_the_policy_says(world_size, front_end):
     def seen(policy, **kwargs):
-        model = front_end(mlp(), mp_policy=policy)
+        model = front_end(made(Mlp), mp_policy=policy)
         out = model(rows_of_rank(0), scale=torch.ones(8), mask=torch.ones(4, dtype=torch.int64), **kwargs)
         assert out["ids"].dtype == torch.int64
         return out["y"].dtype
@@ -146,7 +141,7 @@ def test_inputs_and_outputs_are_cast_as_the_policy_says(world_size, front_end):
     assert seen(MixedPrecisionPolicy()) == fp32
     with pytest.raises(Exception, match="dtype"):  # fp32 inputs meet bf16 weights
         seen(MixedPrecisionPolicy(param_dtype=bf16, cast_forward_inputs=False))
-    model = front_end(mlp(), mp_policy=MixedPrecisionPolicy(param_dtype=bf16, cast_forward_inputs=False))
+    model = front_end(made(Mlp), mp_policy=MixedPrecisionPolicy(param_dtype=bf16, cast_forward_inputs=False))
     assert model(rows_of_rank(0).bfloat16())["y"].dtype == bf16
 
 
@@ -158,7 +153,7 @@ def test_norms_stay_in_fp32_by_class_and_units_have_policies_of_their_own(world_
         nn.LayerNorm: MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16),
         "down": MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64, output_dtype=torch.float32),
     }
-    model, reference = front_end(mlp(), mp_policy=policy), mlp()
+    model, reference = front_end(made(Mlp), mp_policy=policy), made(Mlp)
     found = model(rows_of_rank(dist.get_rank()))["y"]
 
     x = rows_of_rank(dist.get_rank()).bfloat16()
@@ -205,9 +200,9 @@ def test_a_gradient_scaler_skips_a_step_on_all_ranks_if_one_overflows(world_size
 
 def test_a_single_process_computes_in_the_dtype_of_the_policy():
     model = fsdp_compile(
-        mlp(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32), backend="aot_eager"
+        made(Mlp), mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32), backend="aot_eager"
     )
-    reference = mlp().bfloat16()
+    reference = made(Mlp).bfloat16()
     x = rows_of_rank(0)
     found, expected = model(x)["y"], reference(x.bfloat16())["y"].float()
     assert_close(found, expected)
@@ -232,7 +227,7 @@ def test_a_single_process_computes_in_the_dtype_of_the_policy():
 )
 @on_ranks(2)
 def test_policies_that_mean_nothing_are_refused(world_size, policy, words):
-    model = mlp()
+    model = made(Mlp)
     with pytest.raises(ConfigError, match=words):
         fsdp_compile(model, mp_policy=policy)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())

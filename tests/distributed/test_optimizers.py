@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import functools
 
 import pytest
 import torch
@@ -11,24 +10,25 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile import ConfigError, shard
 from tests.distributed.training import (
+    STEPS,
     adamw,
     assert_close,
     assert_same_parameters,
+    backward_of_both,
     batch_of_rank,
+    both_front_ends,
+    compiled,
     full,
     full_gradients,
     global_batch,
+    take_step,
     train,
     train_unsharded,
 )
 from tests.models import build
 from tests.ranks import on_ranks
-
-STEPS = range(4)
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 
 @both_front_ends
@@ -101,6 +101,14 @@ OPTIMIZERS = {
 }
 
 
+def assert_same_state(state, expected):
+    """Of a parameter: DTensors, unless they are numbers, with the same values."""
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
+        assert isinstance(state[key], DTensor) == (value is not None and bool(value.dim()))
+        assert_close(full(state[key]), value)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
 def test_optimizers_of_torch_train_as_without_sharding(world_size, name):
@@ -111,11 +119,7 @@ def test_optimizers_of_torch_train_as_without_sharding(world_size, name):
 
     assert_same_parameters(model, expected)
     for parameter, of_expected in zip(model.parameters(), expected.parameters(), strict=True):
-        state, expected_state = optimizer.state[parameter], expected_optimizer.state[of_expected]
-        assert state.keys() == expected_state.keys()
-        for key, value in expected_state.items():
-            assert isinstance(state[key], DTensor) == bool(value.dim())
-            assert_close(full(state[key]), value)
+        assert_same_state(optimizer.state[parameter], expected_optimizer.state[of_expected])
     assert len(optimizer.state) == len(expected_optimizer.state)
 
 
@@ -189,8 +193,7 @@ def test_parameters_of_a_run_part_and_meet_again(world_size, name, front_end):
             optimizer.zero_grad()
     assert_same_parameters(model, expected)
     for parameter, of_expected in zip(model.parameters(), expected.parameters(), strict=True):
-        for key, value in optimizers[0].state[of_expected].items():
-            assert_close(full(optimizers[1].state[parameter][key]), value)
+        assert_same_state(optimizers[1].state[parameter], optimizers[0].state[of_expected])
 
 
 @on_ranks(2)
@@ -208,13 +211,10 @@ def test_gradients_of_another_placement_are_still_dtensors_in_a_step(world_size,
     expected, model = build("odd_mlp"), compiled(build("odd_mlp"))
     optimizers = [OPTIMIZERS[name](found.parameters()) for found in (expected, model)]
     for step in STEPS:
-        expected(*global_batch(expected, step)).backward()
-        model(*batch_of_rank(model, step)).backward()
+        backward_of_both(model, expected, step)
         for parameter in model.parameters():
             parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(optimizers)
     assert_same_parameters(model, expected)
 
 
@@ -243,8 +243,7 @@ def test_a_step_that_raises_loses_nothing(world_size, name):
     for found in (expected, model):
         first, *others = found.parameters()
         optimizers.append(OPTIMIZERS[name]([{"params": [first]}, {"params": others}]))
-    expected(*global_batch(expected, 0)).backward()
-    model(*batch_of_rank(model, 0)).backward()
+    backward_of_both(model, expected)
     for optimizer in optimizers:
         rate, optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"], "much"
         with pytest.raises(TypeError):
@@ -253,8 +252,7 @@ def test_a_step_that_raises_loses_nothing(world_size, name):
         optimizer.step()
     first, of_expected = next(model.parameters()), next(expected.parameters())
     assert_close(full(first), of_expected)
-    for key, value in optimizers[0].state[of_expected].items():
-        assert_close(full(optimizers[1].state[first][key]), value)
+    assert_same_state(optimizers[1].state[first], optimizers[0].state[of_expected])
 
 
 @on_ranks(2)
@@ -274,8 +272,7 @@ def test_a_compiled_step_trains_the_model(world_size):
 @on_ranks(2, 4)
 def test_clip_grad_norm_equals_the_unsharded_models(world_size, name):
     expected, model = build(name), compiled(build(name))
-    expected(*global_batch(expected, 0)).backward()
-    model(*batch_of_rank(model, 0)).backward()
+    backward_of_both(model, expected)
     expected_norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.01)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 

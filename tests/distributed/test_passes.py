@@ -8,7 +8,7 @@ from torch import nn
 from fsdp_compile import ConfigError, fsdp_compile, rewrite
 from fsdp_compile.passes import analysis, ops
 from fsdp_compile.passes.errors import VerifyError
-from tests.distributed.training import assert_same_parameters, global_batch, sgd, train
+from tests.distributed.training import assert_trains_as, gathered_units, sgd
 from tests.models import build
 from tests.passes.tiny import rows, three_layers
 from tests.ranks import on_ranks
@@ -48,14 +48,11 @@ def test_a_pass_of_the_user_is_in_the_printed_graph():
 
 @on_ranks(2)
 def test_a_model_with_a_pass_of_the_user_trains_as_without(world_size):
-    expected = build("gpt")
-    train(expected, sgd(expected.parameters()), range(3), batch=global_batch)
     for backend in ("aot_eager", "inductor"):
         model = fsdp_compile(build("gpt"), backend=backend, passes=[GatherAtOnce()])
-        train(model, sgd(model.parameters()), range(3))
-        assert_same_parameters(model, expected)
-        gathers = [node for node in model.graphs[0].forward.graph.nodes if ops.is_all_gather(node)]
-        assert first_calls(model.graphs[0].forward, len(gathers)) == ["gather"] * len(gathers)
+        assert_trains_as(model, build("gpt"), range(3), sgd)
+        num = len(gathered_units(model.graphs[0].forward))
+        assert first_calls(model.graphs[0].forward, num) == ["gather"] * num
 
 
 def test_a_defect_of_a_pass_is_found_and_the_error_names_it():

@@ -3,7 +3,6 @@
 Each of these fails with torch's FSDP1, with FSDP2, or with both.
 """
 
-import functools
 import sys
 from collections import Counter
 
@@ -12,26 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_compile import fsdp_compile, rewrite, shard
-from fsdp_compile.passes import ops
+from fsdp_compile import rewrite
 from tests.distributed.training import (
     adamw,
     assert_close,
     assert_same_gradients,
-    assert_same_parameters,
+    assert_trains_as,
     batch_of_rank,
+    both_front_ends,
+    compiled,
+    gathered_units,
     global_batch,
-    mean_over_ranks,
     train,
-    train_unsharded,
 )
-from tests.models import Block, Gpt, Regression, build
+from tests.models import Block, Gpt, Regression, build, made
 from tests.ranks import on_ranks
-
-STEPS = range(3)
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
-
 
 # A parameter is gathered where it is read, not where a forward begins
 
@@ -48,25 +42,22 @@ class Encoder(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-class ReadInAnotherModule(Regression):
-    """A weight of one unit is used in the forward of another."""
-
+class Encoded(Regression):
     def __init__(self):
         super().__init__()
         self.first = Encoder()
         self.head = nn.Linear(5, 1)
+
+
+class ReadInAnotherModule(Encoded):
+    """A weight of one unit is used in the forward of another."""
 
     def forward(self, x, target):
         return F.mse_loss(self.head(F.linear(torch.tanh(self.first(x)), self.first.layer.weight)), target)
 
 
-class AnotherMethod(Regression):
+class AnotherMethod(Encoded):
     """Of a unit, a method other than its forward is called."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = Encoder()
-        self.head = nn.Linear(5, 1)
 
     def forward(self, x, target):
         return F.mse_loss(self.head(self.first.encode(x)), target)
@@ -110,33 +101,15 @@ MODELS = {model.__name__: model for model in (ReadInAnotherModule, AnotherMethod
 UNITS = [Encoder]
 
 
-def make(kind):
-    torch.manual_seed(0)
-    return kind()
-
-
-def assert_trains_equal(make_model, front_end, **options):
-    expected, model = make_model(), front_end(make_model(), **options)
-    expected_losses = train(expected, adamw(expected.parameters()), STEPS, batch=global_batch)
-    losses = train(model, adamw(model.parameters()), STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
-
-
 @pytest.mark.parametrize("name", list(MODELS))
 @both_front_ends
 @on_ranks(2)
 def test_a_parameter_is_gathered_wherever_it_is_read(world_size, front_end, name):
     """FSDP1 and FSDP2 gather in the hooks of a unit's forward, and find its outputs by their class (row 4)."""
-    assert_trains_equal(functools.partial(make, MODELS[name]), front_end, auto_wrap_policy=UNITS)
+    assert_trains_as(front_end(made(MODELS[name]), auto_wrap_policy=UNITS), made(MODELS[name]))
 
 
-class ReturnsAnOutput(Regression):
-    def __init__(self):
-        super().__init__()
-        self.first = Encoder()
-        self.head = nn.Linear(5, 1)
-
+class ReturnsAnOutput(Encoded):
     def forward(self, x, target):
         return Output(F.mse_loss(self.head(torch.tanh(self.first(x))), target))
 
@@ -145,7 +118,7 @@ class ReturnsAnOutput(Regression):
 @on_ranks(2)
 def test_a_model_returns_an_object_of_any_class(world_size, front_end):
     """FSDP1 raises in the backward: its hook was never registered (row 4)."""
-    expected, model = make(ReturnsAnOutput), front_end(make(ReturnsAnOutput), auto_wrap_policy=UNITS)
+    expected, model = made(ReturnsAnOutput), front_end(made(ReturnsAnOutput), auto_wrap_policy=UNITS)
     expected(*global_batch(expected, 0)).hidden.backward()
     model(*batch_of_rank(model, 0)).hidden.backward()
     assert_same_gradients(model, expected)
@@ -155,21 +128,18 @@ def test_a_model_returns_an_object_of_any_class(world_size, front_end):
 @on_ranks(2)
 def test_one_unit_holds_trained_parameters_of_two_dtypes(world_size, front_end):
     """FSDP1 and FSDP2 raise (rows 5 and 16)."""
-    assert_trains_equal(functools.partial(make, TwoDtypes), front_end, auto_wrap_policy=[TwoDtypes])
+    assert_trains_as(front_end(made(TwoDtypes), auto_wrap_policy=[TwoDtypes]), made(TwoDtypes))
 
 
 @both_front_ends
 @on_ranks(2)
 def test_training_after_a_first_call_in_inference_mode(world_size, front_end):
     """FSDP1 and FSDP2 set up their buffers in the first call, as inference tensors (row 16)."""
-    expected, expected_losses = train_unsharded("gpt", STEPS)
     model = front_end(build("gpt"))
     with torch.inference_mode():
         held_out = batch_of_rank(model, 100)
         assert_close(model(*held_out), build("gpt")(*held_out))
-    losses = train(model, adamw(model.parameters()), STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build("gpt"))
 
 
 # What a step costs beside the kernels
@@ -207,7 +177,7 @@ def test_forward_and_backward_dispatch_no_dtensor_operation_and_run_no_hook(worl
 
     [graphs] = model.graphs
     shapes = [tuple(node.meta["val"].shape) for node in graphs.forward.graph.nodes if node.op == "placeholder"]
-    assert len(shapes) == len(gathered_units(graphs)) + 2 < len(list(model.parameters()))  # tokens and targets
+    assert len(shapes) == len(gathered_units(graphs.forward)) + 2 < len(list(model.parameters()))  # tokens and targets
 
 
 # Units that nobody has named
@@ -226,14 +196,9 @@ class NestedBlocks(Gpt):
         return self.decoder["layers"]
 
 
-def gathered_units(graphs):
-    gathers = [node for node in graphs.forward.graph.nodes if ops.is_all_gather(node)]
-    return [ops.unit_of_bucket(ops.argument(node, "bucket")) for node in gathers]
-
-
 def test_repeated_blocks_are_units_when_none_are_named():
     """FSDP1 and FSDP2 make the whole model one unit: all of its parameters are full at once (row 17)."""
-    model = make(NestedBlocks)
+    model = made(NestedBlocks)
     graphs = rewrite(model, *model.inputs(2, seed=0), world_size=2, collective_lowering="packed")
     blocks = [f"decoder.layers.{number}" for number in range(3)]
-    assert gathered_units(graphs) == ["tokens+positions", *blocks]  # the norm is too small to be a unit
+    assert gathered_units(graphs.forward) == ["tokens+positions", *blocks]  # the norm is too small to be a unit

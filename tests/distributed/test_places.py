@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import RankError, fsdp_compile, shard
-from fsdp_compile.runtime import agreement
+from fsdp_compile.runtime.watching import TICK
 from tests import ranks
-from tests.distributed.training import adamw
-from tests.ranks import run_on_ranks
+from tests.distributed.training import adamw, hybrid_mesh
+from tests.ranks import run_on_ranks, run_until_parted
 
 SOON = 15.0  # seconds
 
@@ -126,28 +125,18 @@ def use_experts(how, backend):
 
 def evaluate_on_one_replica():
     """Ranks 0 and 1 hold one copy of the model, and evaluate it once more than the others."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = fsdp_compile(Layers(), mesh, backend="aot_eager")
+    model = fsdp_compile(Layers(), hybrid_mesh(), backend="aot_eager")
     x = torch.ones(4, 8)
 
     def step(num_evaluated):
         with torch.no_grad():
             for _ in range(num_evaluated):
                 model(x)
-        time.sleep(2.5 * agreement._TICK)
+        time.sleep(2.5 * TICK)
         model(x).backward()
 
     step(num_evaluated=1)
     return error_of(lambda: step(num_evaluated=2 if dist.get_rank() < 2 else 1))
-
-
-def parted(world_size, function, *args, **kwargs):
-    """The results of a function after which the ranks do not go on together."""
-    try:
-        return run_on_ranks(world_size, function, *args)
-    finally:
-        if world_size in ranks._pools:
-            ranks._pools.pop(world_size).stop()
 
 
 def check(results, *places):
@@ -180,20 +169,21 @@ def test_a_backward_that_a_rank_leaves_out_stops_all(world_size, then, backend):
         "summon": "the gather of all of first, outside of compiled graphs",
         "evaluate": "about to begin what it has not run before: a call without a backward",
     }[then]
-    results = parted(world_size, go_backward_on_one_rank, then, backend)
+    results = run_until_parted(world_size, go_backward_on_one_rank, then, backend)
     check(results, ": the backward of a graph that reads first, second, for", f"rank {world_size - 1}: {place}")
 
 
 @pytest.mark.parametrize("world_size, backend", [(2, "aot_eager"), (2, "eager"), (4, "eager")])
 def test_a_parameter_that_a_rank_does_not_read_stops_all(world_size, backend):
     check(
-        parted(world_size, use_experts, "reads", backend), "the gather of experts.1.weight, outside of compiled graphs"
+        run_until_parted(world_size, use_experts, "reads", backend),
+        "the gather of experts.1.weight, outside of compiled graphs",
     )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_a_parameter_that_a_rank_has_no_gradient_for_stops_all(backend):
-    results = parted(2, use_experts, "goes backward", backend)
+    results = run_until_parted(2, use_experts, "goes backward", backend)
     check(results, "rank 0: the reduction of the gradient of experts.1.", "rank 1: the reduction of the gradient of")
 
 

@@ -12,17 +12,15 @@ from torch import nn
 from fsdp_compile import ConfigError, fsdp_compile, rewrite
 from fsdp_compile.costs import HARDWARE, Link
 from fsdp_compile.costs.predict import predict
-from fsdp_compile.passes import ops
 from fsdp_compile.planning.step_plans import MARGIN
 from tests.distributed.training import (
-    adamw,
-    assert_close,
     assert_same_parameters,
+    assert_same_step,
+    assert_trains_as,
     batch_of_rank,
-    mean_over_ranks,
+    gathered_units,
+    halving,
     sgd,
-    train,
-    train_unsharded,
 )
 from tests.models import build
 from tests.ranks import on_ranks
@@ -35,11 +33,6 @@ SLOW = dataclasses.replace(  # collectives take longer than compute, and each of
     within_node=Link(5e7, 1e-6),
     collective_start=1e-3,
 )
-STEPS = range(3)
-
-
-def gathers_of(side):
-    return [node for node in side.graph.nodes if ops.is_all_gather(node)]
 
 
 @pytest.mark.parametrize(
@@ -51,13 +44,10 @@ def test_planned_training_is_that_of_the_unsharded_model(world_size, backend, lo
     model = fsdp_compile(
         build("gpt"), backend=backend, hardware=SLOW, collective_lowering=lowering, reshard_after_forward=kept
     )
-    losses = train(model, adamw(model.parameters()), STEPS)
-    expected, expected_losses = train_unsharded("gpt", STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build("gpt"))
     (graphs,) = model.graphs
-    assert len(gathers_of(graphs.forward)) == 1  # all units at once
-    assert len(gathers_of(graphs.backward)) == (0 if kept is None else 1)
+    assert len(gathered_units(graphs.forward)) == 1  # all units at once
+    assert len(gathered_units(graphs.backward)) == (0 if kept is None else 1)
 
 
 @on_ranks(2)
@@ -67,11 +57,8 @@ def test_activations_that_are_computed_again_change_no_number(world_size):
     needed(*batch_of_rank(needed, 0)).backward()
     peak = needed.explain(SLOW).predictions[0].memory.peak.total
     model = fsdp_compile(model, backend="aot_eager", hardware=SLOW, memory_budget=int(0.77 * peak / 0.95))
-    losses = train(model, adamw(model.parameters()), STEPS)
+    assert_trains_as(model, build("gpt"))
     assert model.graphs[0].plan.activations < 1
-    expected, expected_losses = train_unsharded("gpt", STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
 
 
 @on_ranks(2)
@@ -146,32 +133,16 @@ def budget_for(num_rows):
     return int(peak_of(num_rows) * 1.01 / (1 - MARGIN))
 
 
-def halving(model, num_rows, step):
-    """The loss of as many rows as fit, half as many whenever they do not; and their number."""
-    while True:
-        try:
-            return model(rows_of(num_rows, step, dist.get_rank())), num_rows
-        except ConfigError as e:
-            if num_rows == 1:
-                raise AssertionError("one row does not fit") from e
-            num_rows //= 2
-
-
 def train_halving(model, expected, sizes):
     """Steps that begin with `sizes[step][rank]` rows, of a model and of the unsharded one; the rows they ended with."""
     optimizers = [sgd(each.parameters()) for each in (model, expected)]
-    taken = []
+    taken, rank = [], dist.get_rank()
     for step, rows in enumerate(sizes):
-        loss, num_rows = halving(model, rows[dist.get_rank()], step)
-        loss.backward()
+        loss, num_rows = halving(lambda num_rows, step=step: model(rows_of(num_rows, step, rank)), rows[rank])
         all_rows: list[int] = [0] * len(rows)
         dist.all_gather_object(all_rows, num_rows)
-        losses = [expected(rows_of(num_rows, step, rank)) for rank, num_rows in enumerate(all_rows)]
-        torch.stack(losses).mean().backward()
-        assert_close(loss, losses[dist.get_rank()])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = [expected(rows_of(num_rows, step, other)) for other, num_rows in enumerate(all_rows)]
+        assert_same_step(model, expected, loss, losses, optimizers)
         taken.append(tuple(all_rows))
     assert_same_parameters(model, expected)
     return taken

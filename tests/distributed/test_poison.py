@@ -5,18 +5,9 @@ import pytest
 from fsdp_compile import ConfigError, fsdp_compile
 from fsdp_compile.passes import ops
 from tests.distributed.test_fuzz import compare
-from tests.distributed.training import (
-    adamw,
-    assert_close,
-    assert_same_parameters,
-    mean_over_ranks,
-    train,
-    train_unsharded,
-)
+from tests.distributed.training import assert_trains_as
 from tests.models import build
 from tests.ranks import on_ranks
-
-STEPS = range(3)
 
 
 def count(gm, target):
@@ -33,10 +24,7 @@ def test_nothing_reads_what_was_freed(world_size, backend, name, lowering):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_COMPILE_POISON", "1")
         model = fsdp_compile(build(name), backend=backend, collective_lowering=lowering)
-    losses = train(model, adamw(model.parameters()), STEPS)
-    expected, expected_losses = train_unsharded(name, STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build(name))
     (graphs,) = model.graphs
     for scheduled, lowered in (
         (graphs.forward.module, graphs.lowered.forward),
@@ -59,10 +47,7 @@ def test_what_is_kept_for_a_smaller_group_is_no_view_of_what_was_freed(world_siz
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_COMPILE_POISON", "1")
         model = fsdp_compile(build("odd_mlp"), reshard_after_forward=2)
-    losses = train(model, adamw(model.parameters()), STEPS)
-    expected, expected_losses = train_unsharded("odd_mlp", STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build("odd_mlp"))
 
 
 @on_ranks(1)

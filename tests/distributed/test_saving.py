@@ -1,21 +1,17 @@
 """torch.save(model), torch.load, and averaged copies: other models, sharded and compiled as the one they come from."""
 
 import copy
-import functools
-import io
 import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile import ConfigError, shard
 from fsdp_compile.compat import fully_shard
 from tests.distributed.training import (
     adamw,
@@ -23,22 +19,16 @@ from tests.distributed.training import (
     assert_same_gradients,
     assert_same_parameters,
     batch_of_rank,
+    both_front_ends,
+    compiled,
     full_parameters,
     global_batch,
+    hybrid_mesh,
+    saved_and_loaded,
     train,
 )
 from tests.models import build
-from tests.ranks import on_ranks
-
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
-
-
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+from tests.ranks import join_fake_group, on_ranks
 
 
 def assert_trains_like(model, expected, optimizer_state=None):
@@ -103,8 +93,7 @@ def test_a_model_from_a_file_has_shards_of_its_own_and_the_same_graphs(world_siz
 @pytest.mark.parametrize("name", ["odd_mlp", "odd_parameters"])
 @on_ranks(4)
 def test_a_model_on_a_hybrid_mesh_is_loaded_on_one(world_size, name):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(build(name), mesh)
+    model = shard(build(name), hybrid_mesh())
     loaded = saved_and_loaded(model)
     assert next(loaded.parameters()).device_mesh.mesh_dim_names == ("replicate", "shard")
     assert_trains_like(loaded, model)
@@ -205,7 +194,7 @@ def test_what_else_a_model_holds_is_saved_with_it(world_size, front_end):
 
 
 @pytest.mark.parametrize("option", [None, "precision, offload, sums"])
-@pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
+@both_front_ends
 def test_a_single_process_saves_and_loads(front_end, option):
     model = front_end(build("odd_parameters"), **OPTIONS.get(option, {}))
     model(*model.inputs(4, seed=0)).backward()
@@ -224,25 +213,11 @@ def test_a_single_process_saves_and_loads(front_end, option):
 # What is refused: one process that takes the places of several ranks
 
 
-def join_fake_group(rank, world_size):
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if world_size:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-
-@pytest.fixture
-def rank_0_of_2():
-    join_fake_group(0, 2)
-    yield
-    join_fake_group(0, 0)
-
-
 @pytest.mark.parametrize("place", [(0, 4), (1, 2), (0, 1), (0, 0)], ids=str)
-def test_a_file_of_another_rank_or_world_size(rank_0_of_2, place):
+def test_a_file_of_another_rank_or_world_size(two_ranks, place):
     saved = pickle.dumps(shard(build("odd_mlp")))
-    join_fake_group(*place)
     rank, world_size = place
+    join_fake_group(world_size, rank)
     found = (
         f"saved by rank 0 of 2, and is loaded on rank {rank} of {max(1, world_size)}: .*torch.distributed.checkpoint"
     )
@@ -252,10 +227,10 @@ def test_a_file_of_another_rank_or_world_size(rank_0_of_2, place):
 
 def test_a_file_of_a_single_process_on_two_ranks():
     saved = pickle.dumps(shard(build("odd_mlp")))
-    join_fake_group(0, 2)
+    join_fake_group(2)
     with pytest.raises(ConfigError, match="saved by rank 0 of 1, and is loaded on rank 0 of 2"):
         pickle.loads(saved)
-    join_fake_group(0, 0)
+    join_fake_group(0)
 
 
 class SavesItself(nn.Linear):
@@ -265,20 +240,20 @@ class SavesItself(nn.Linear):
         return SavesItself, (2, 2)
 
 
-def test_a_model_that_pickles_itself_without_its_parameters(rank_0_of_2):
+def test_a_model_that_pickles_itself_without_its_parameters(two_ranks):
     saved = pickle.dumps(shard(SavesItself(2, 2)))
     with pytest.raises(ConfigError, match="weight was not saved: the model's class decides itself what is pickled"):
         pickle.loads(saved)
 
 
 @pytest.mark.parametrize("copy_", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
-def test_parts_are_not_copied_or_pickled(rank_0_of_2, copy_):
+def test_parts_are_not_copied_or_pickled(two_ranks, copy_):
     model = shard(build("gpt"))
     with pytest.raises(ConfigError, match="parts of a sharded model cannot be copied or pickled"):
         copy_(model.blocks[0].up)
 
 
-def test_a_shallow_copy_is_refused(rank_0_of_2):
+def test_a_shallow_copy_is_refused(two_ranks):
     with pytest.raises(ConfigError, match=r"shallow copy of a sharded model .* use copy.deepcopy"):
         copy.copy(shard(build("odd_mlp")))
 

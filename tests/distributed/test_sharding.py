@@ -7,10 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compile import shard
-from tests.distributed.training import (
-    assert_same_tensors,
-    full_parameters,
-)
+from tests.distributed.training import assert_same_tensors, full_parameters
 from tests.models import MODELS, Block, build
 from tests.ranks import on_ranks
 

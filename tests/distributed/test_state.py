@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import gc
 import io
 import weakref
@@ -15,33 +14,33 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile import ConfigError, shard
 from tests.distributed.training import (
+    STEPS,
     adamw,
     assert_close,
     assert_same_gradients,
     assert_same_parameters,
+    assert_trains_as,
     batch_of_rank,
+    both_front_ends,
+    compiled,
     full_parameters,
     global_batch,
+    hybrid_mesh,
+    load_checkpoint,
+    save_checkpoint,
     sgd,
     train,
     train_unsharded,
 )
 from tests.models import build
 from tests.ranks import on_ranks, run_on_ranks
-
-STEPS = range(4)
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 
 @on_ranks(2)
@@ -111,14 +110,12 @@ def test_a_distributed_checkpoint_loads_into_the_unsharded_model(world_size, tmp
 @pytest.mark.parametrize("assign", [False, True])
 @on_ranks(2)
 def test_loading_another_models_state_trains_on_from_it(world_size, assign, front_end):
-    expected, _ = train_unsharded("odd_mlp", STEPS)
     donor = shard(build("odd_mlp"))
     model = front_end(build("odd_mlp", seed=1))
     model(*batch_of_rank(model, 0)).backward()  # compiled before it is loaded
     model.zero_grad()
     model.load_state_dict(donor.state_dict(), assign=assign)
-    train(model, adamw(model.parameters()), STEPS)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build("odd_mlp"))
 
 
 @both_front_ends
@@ -137,21 +134,15 @@ def test_writing_into_a_parameter_is_seen_by_the_next_call(world_size, front_end
 @both_front_ends
 @on_ranks(2)
 def test_training_goes_on_from_a_checkpoint_of_model_and_optimizer(world_size, front_end, tmp_path):
-    def state_of(model, optimizer):
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        return {"model": model_state, "optimizer": optimizer_state}
-
     expected, _ = train_unsharded("odd_parameters", range(6))
     model = front_end(build("odd_parameters"))
     optimizer = adamw(model.parameters())
     train(model, optimizer, range(3))
-    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path)
+    save_checkpoint(tmp_path, model, optimizer)
 
     model = front_end(build("odd_parameters", seed=1))
     optimizer = adamw(model.parameters())
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    load_checkpoint(tmp_path, model, optimizer)
     train(model, optimizer, range(3, 6))
     assert_same_parameters(model, expected)
 
@@ -197,9 +188,7 @@ def test_a_model_made_on_the_meta_device_is_filled_after_sharding(world_size, fr
     model.to_empty(device="cpu")
     fill(model)
     fill(expected)
-    train(expected, sgd(expected.parameters()), STEPS, batch=global_batch)
-    train(model, sgd(model.parameters()), STEPS)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, expected, make_optimizer=sgd)
 
 
 @both_front_ends
@@ -331,7 +320,7 @@ def test_an_optimizers_state_of_another_rank_is_refused_before_a_step(world_size
 def test_a_state_dict_of_another_number_of_ranks_is_refused(world_size):
     """On a mesh of two dimensions several ranks have equal rows, and may read them from each other's files."""
     rank = dist.get_rank()
-    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = hybrid_mesh()
     on_four, on_hybrid = shard(build("odd_mlp", seed=1)), shard(build("odd_mlp", seed=1), hybrid)
     of_hybrid = written_by_the_first_rank(on_hybrid.state_dict())
     model = shard(build("odd_mlp"), hybrid)

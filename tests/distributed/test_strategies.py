@@ -15,30 +15,18 @@ from fsdp_compile.costs import HARDWARE
 from fsdp_compile.passes import ops
 from tests.distributed.training import (
     ROWS,
-    adamw,
     assert_close,
     assert_same_gradients,
-    assert_same_parameters,
+    assert_trains_as,
     batch_of_rank,
+    both_front_ends,
+    compiled,
     full,
     global_batch,
-    mean_over_ranks,
-    train,
-    train_unsharded,
+    hybrid_mesh,
 )
 from tests.models import build
 from tests.ranks import on_ranks
-
-STEPS = range(4)
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
-
-
-def assert_trains_equal(model, name):
-    expected, expected_losses = train_unsharded(name, STEPS)
-    losses = train(model, adamw(model.parameters()), STEPS)
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
 
 
 def num_collectives(graph, *targets):
@@ -56,7 +44,7 @@ def groups_of(graph, target):
 def test_no_shard_keeps_parameters_whole_and_reduces_each_bucket_once(world_size, front_end, name):
     model = front_end(build(name), sharding_strategy=ShardingStrategy.NO_SHARD)
     assert all(parameter.placements == (Replicate(),) for parameter in model.parameters())
-    assert_trains_equal(model, name)
+    assert_trains_as(model, build(name))
     if isinstance(front_end, functools.partial):  # compiled
         [graphs] = model.graphs
         assert num_collectives(graphs.forward, ops.ALL_GATHER) == num_collectives(graphs.backward, ops.ALL_GATHER) == 0
@@ -67,7 +55,7 @@ def test_no_shard_keeps_parameters_whole_and_reduces_each_bucket_once(world_size
 @on_ranks(2)
 def test_no_shard_under_inductor_overlaps_reductions_with_the_backward(world_size):
     model = fsdp_compile(build("gpt"), sharding_strategy=ShardingStrategy.NO_SHARD)
-    assert_trains_equal(model, "gpt")
+    assert_trains_as(model, build("gpt"))
     nodes = [node for node in model.graphs[0].backward.graph.nodes if node.op == "call_function"]
     first = next(index for index, node in enumerate(nodes) if ops.is_call(node, ops.ALL_REDUCE))
     assert any("mm" in str(node.target) for node in nodes[first:])
@@ -77,7 +65,7 @@ def test_no_shard_under_inductor_overlaps_reductions_with_the_backward(world_siz
 @on_ranks(2)
 def test_shard_grad_op_gathers_each_unit_once(world_size, backend):
     model = fsdp_compile(build("gpt"), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, backend=backend)
-    assert_trains_equal(model, "gpt")
+    assert_trains_as(model, build("gpt"))
     [graphs] = model.graphs
     assert num_collectives(graphs.backward, ops.ALL_GATHER) == 0
     assert num_collectives(graphs.forward, ops.ALL_GATHER) == num_collectives(graphs.backward, ops.REDUCE_SCATTER)
@@ -86,9 +74,8 @@ def test_shard_grad_op_gathers_each_unit_once(world_size, backend):
 @pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
 @on_ranks(4)
 def test_hybrid_strategies_on_a_mesh(world_size, strategy):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = compiled(build("gpt"), mesh, sharding_strategy=strategy)
-    assert_trains_equal(model, "gpt")
+    model = compiled(build("gpt"), hybrid_mesh(), sharding_strategy=strategy)
+    assert_trains_as(model, build("gpt"))
     [graphs] = model.graphs
     assert num_collectives(graphs.backward, ops.ALL_REDUCE) == num_collectives(graphs.backward, ops.REDUCE_SCATTER)
     is_zero2 = strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -105,7 +92,7 @@ def test_hybrid_sharding_on_a_pair_of_groups(world_size):
     weight = next(model.parameters())
     assert weight.placements == (Replicate(), Shard(0))
     assert weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    assert_trains_equal(model, "gpt")
+    assert_trains_as(model, build("gpt"))
 
 
 @on_ranks(4)
@@ -117,7 +104,7 @@ def test_hybrid_sharding_by_the_ranks_of_a_node(world_size):
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         model = compiled(build("odd_mlp"), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     assert next(model.parameters()).device_mesh.shape == (2, 2)
-    assert_trains_equal(model, "odd_mlp")
+    assert_trains_as(model, build("odd_mlp"))
 
 
 @pytest.mark.parametrize("lowering", ["packed", "grouped"])
@@ -125,7 +112,7 @@ def test_hybrid_sharding_by_the_ranks_of_a_node(world_size):
 @on_ranks(4)
 def test_a_number_of_ranks_gathers_the_backward_over_groups_of_that_size(world_size, name, lowering):
     model = compiled(build(name), reshard_after_forward=2, collective_lowering=lowering)
-    assert_trains_equal(model, name)
+    assert_trains_as(model, build(name))
     [graphs] = model.graphs
     gathers = ops.ALL_GATHER_GROUPED if lowering == "grouped" else ops.ALL_GATHER
     assert set(groups_of(graphs.forward, gathers) + groups_of(graphs.forward, ops.ALL_GATHER)) == {4}
@@ -136,7 +123,7 @@ def test_a_number_of_ranks_gathers_the_backward_over_groups_of_that_size(world_s
 def test_smaller_groups_of_a_hybrid_mesh_and_under_inductor(world_size):
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
     model = fsdp_compile(build("gpt"), mesh, reshard_after_forward={"*": True, "blocks.0": 2})
-    assert_trains_equal(model, "gpt")
+    assert_trains_as(model, build("gpt"))
     buckets = {
         ops.unit_of_bucket(ops.argument(node, "bucket")): ops.argument(node, "world_size")
         for node in model.graphs[0].backward.graph.nodes
@@ -181,7 +168,7 @@ def test_auto_chooses_one_strategy_for_all_ranks_and_says_why(world_size, hardwa
     rows = ROWS + 1 if dist.get_rank() == 0 else 64  # what the first rank says counts
     inputs = [tensor.to("meta") for tensor in model.inputs(rows, seed=0)]
     model = compiled(model, sharding_strategy="auto", example_inputs=inputs, hardware=hardware)
-    assert_trains_equal(model, "odd_mlp")
+    assert_trains_as(model, build("odd_mlp"))
     gathers = [node for node in model.graphs[0].forward.graph.nodes if ops.is_all_gather(node)]
     assert (not gathers) == (strategy == "NO_SHARD")
     numel = sum(parameter.numel() for parameter in build("odd_mlp").parameters())

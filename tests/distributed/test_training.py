@@ -1,7 +1,6 @@
 """Everything a training loop does with a sharded model equals the unsharded model, compiled or not."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -16,32 +15,27 @@ from tests.distributed.training import (
     assert_same_gradients,
     assert_same_parameters,
     assert_same_tensors,
+    assert_trains_as,
+    backward_of_both,
     batch_of_rank,
+    both_front_ends,
+    compiled,
     full,
     full_gradients,
     global_batch,
     mean_over_ranks,
     sgd,
     train,
-    train_unsharded,
 )
 from tests.models import MODELS, build
 from tests.ranks import on_ranks
-
-STEPS = range(4)
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
-both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "conv_net"])
 @on_ranks(2, 3)
 def test_a_sharded_model_trains_without_compilation(world_size, name):
-    expected, expected_losses = train_unsharded(name, STEPS)
     model = shard(build(name))
-    losses = train(model, adamw(model.parameters()), STEPS)
-
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build(name))
 
 
 @on_ranks(2)
@@ -126,8 +120,7 @@ def test_two_backward_calls_add_up(world_size, front_end):
     expected = build("gpt")
     model = front_end(build("gpt"))
     for step in range(2):
-        expected(*global_batch(expected, step)).backward()
-        model(*batch_of_rank(model, step)).backward()
+        backward_of_both(model, expected, step)
     assert_same_gradients(model, expected)
 
 
@@ -153,8 +146,7 @@ def test_zero_grad_in_both_modes(world_size, front_end, set_to_none):
     for parameter in model.parameters():
         assert parameter.grad is None if set_to_none else not full(parameter.grad).any()
 
-    expected(*global_batch(expected, 1)).backward()
-    model(*batch_of_rank(model, 1)).backward()
+    backward_of_both(model, expected, 1)
     assert_same_gradients(model, expected)
 
 
@@ -206,35 +198,24 @@ def test_a_parameter_gets_a_gradient_in_the_steps_that_use_it(world_size, front_
         assert_same_gradients(model, expected)
 
 
+@pytest.mark.parametrize("are_from_before", [False, True])
 @both_front_ends
 @on_ranks(2)
-def test_hooks_of_the_user_run_on_the_parameters(world_size, front_end):
+def test_hooks_of_the_user_run_on_the_parameters(world_size, front_end, are_from_before):
     """Gradient hooks change what is stored; hooks after it may step: an optimizer in the backward."""
-    expected, model = build("odd_mlp"), front_end(build("odd_mlp"))
+    expected, model = build("odd_mlp"), build("odd_mlp")
+    if not are_from_before:
+        front_end(model)
     for network in (expected, model):
         for parameter in network.parameters():
             parameter.register_hook(lambda gradient: gradient * 2)
             parameter.register_post_accumulate_grad_hook(step_and_clear)
+    if are_from_before:
+        front_end(model)
     for step in range(3):
-        expected(*global_batch(expected, step)).backward()
-        model(*batch_of_rank(model, step)).backward()
+        backward_of_both(model, expected, step)
     assert_same_parameters(model, expected)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@both_front_ends
-@on_ranks(2)
-def test_hooks_from_before_sharding_run_on_the_sharded_parameters(world_size, front_end):
-    expected, model = build("odd_mlp"), build("odd_mlp")
-    for network in (expected, model):
-        for parameter in network.parameters():
-            parameter.register_hook(lambda gradient: gradient * 2)
-            parameter.register_post_accumulate_grad_hook(step_and_clear)
-    front_end(model)
-    for step in range(3):
-        expected(*global_batch(expected, step)).backward()
-        model(*batch_of_rank(model, step)).backward()
-    assert_same_parameters(model, expected)
 
 
 @both_front_ends
@@ -243,8 +224,7 @@ def test_a_parameter_frozen_after_sharding_gets_no_gradient(world_size, front_en
     expected, model = build("odd_mlp"), front_end(build("odd_mlp"))
     for network in (expected, model):
         network.layers[0].requires_grad_(False)
-    expected(*global_batch(expected, 0)).backward()
-    model(*batch_of_rank(model, 0)).backward()
+    backward_of_both(model, expected)
     assert_same_gradients(model, expected)
 
 

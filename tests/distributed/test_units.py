@@ -12,21 +12,9 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from fsdp_compile import fsdp_compile
-from tests.distributed.training import (
-    adamw,
-    assert_close,
-    assert_same_parameters,
-    batch_of_rank,
-    mean_over_ranks,
-    train,
-    train_unsharded,
-)
+from tests.distributed.training import assert_trains_as, batch_of_rank, compiled
 from tests.models import Block, build
 from tests.ranks import on_ranks
-
-STEPS = range(4)
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
 
 
 def blocks_by_callable(module, recurse, nonwrapped_numel):
@@ -53,13 +41,9 @@ BY_BLOCK = [name for name in POLICIES if name not in ("auto", "size_based")]
 @pytest.mark.parametrize("policy", list(POLICIES))
 @on_ranks(2)
 def test_every_kind_of_policy_trains_equal(world_size, policy):
-    expected, expected_losses = train_unsharded("gpt", STEPS)
     model = build("gpt")
     compiled(model, auto_wrap_policy=POLICIES[policy](model))
-    losses = train(model, adamw(model.parameters()), STEPS)
-
-    assert_close(mean_over_ranks(losses), expected_losses)
-    assert_same_parameters(model, expected)
+    assert_trains_as(model, build("gpt"))
 
 
 @on_ranks(2)

@@ -3,22 +3,28 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import fsdp_compile, shard
-from tests.distributed.training import assert_close, assert_same_gradients, assert_same_parameters
+from fsdp_compile import fsdp_compile
+from tests.distributed.training import (
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_same_step,
+    both_front_ends,
+    compiled,
+    hybrid_mesh,
+    take_step,
+)
+from tests.models import made
 from tests.ranks import on_ranks
 
 WIDTH = 5
-compiled = functools.partial(fsdp_compile, backend="aot_eager")
 
 
 @dataclasses.dataclass
@@ -77,22 +83,15 @@ def train_and_compare(model, expected, steps=STEPS):
     optimizers = [adamw(each) for each in (model, expected)]
     for step, names in enumerate(steps):
         losses = [loss_of(expected, names[each % len(names)], 10 * step + each) for each in range(world_size)]
-        torch.stack(losses).mean().backward()
         loss = loss_of(model, names[rank % len(names)], 10 * step + rank)
-        assert_close(loss, losses[rank])
-        loss.backward()
-        assert_same_gradients(model, expected)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        assert_same_step(model, expected, loss, losses, optimizers)
     assert_same_parameters(model, expected)
 
 
 @pytest.mark.parametrize(("backend", "breaks"), [("inductor", False), ("aot_eager", True)])
 @on_ranks(1, 2)
 def test_parameters_behind_an_output_that_is_left_out_have_no_gradient(world_size, backend, breaks):
-    torch.manual_seed(0)
-    expected = Heads(breaks)
+    expected = made(Heads, breaks)
     model = copy.deepcopy(expected)
     fsdp_compile(model, backend=backend, auto_wrap_policy={nn.Linear})
     steps = STEPS[:-1] if breaks else STEPS  # in the last, one rank has nothing to do behind the break
@@ -101,17 +100,13 @@ def test_parameters_behind_an_output_that_is_left_out_have_no_gradient(world_siz
 
 @on_ranks(4)
 def test_ranks_that_leave_out_different_outputs_under_every_strategy(world_size):
-    torch.manual_seed(0)
-    expected = Heads()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for options in (
-        {"mesh": mesh},
+        {"mesh": hybrid_mesh()},
         {"collective_lowering": "grouped"},
         {"sharding_strategy": ShardingStrategy.NO_SHARD},
     ):
-        reference = copy.deepcopy(expected)
-        model = copy.deepcopy(expected)
-        train_and_compare(compiled(model, **options), reference, [[["one"], ["two"], ["sign"]], [["side"]]])
+        model = compiled(made(Heads), **options)
+        train_and_compare(model, made(Heads), [[["one"], ["two"], ["sign"]], [["side"]]])
 
 
 ACCUMULATED = [
@@ -123,11 +118,10 @@ ACCUMULATED = [
 ]
 
 
-@pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
+@both_front_ends
 @on_ranks(1, 2)
 def test_what_is_kept_of_outputs_that_are_left_out(world_size, front_end):
-    torch.manual_seed(0)
-    expected = Heads(recomputes=front_end is compiled)  # a rank that recomputes by itself waits for the others
+    expected = made(Heads, False, front_end is compiled)  # a rank that recomputes by itself waits for the others
     model = front_end(copy.deepcopy(expected), auto_wrap_policy=lambda recurse, **_: recurse)  # one unit
     optimizers = [adamw(each) for each in (model, expected)]
     rank = dist.get_rank()
@@ -140,7 +134,5 @@ def test_what_is_kept_of_outputs_that_are_left_out(world_size, front_end):
             for each in range(world_size):
                 (loss_of(expected, names[each % len(names)], seed + each) / world_size).backward()
         assert_same_gradients(model, expected)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(optimizers)
     assert_same_parameters(model, expected)

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile.graphs import RewrittenGraph
+from fsdp_compile.passes import ops
 from tests.models import build
 
+compiled = functools.partial(fsdp_compile, backend="aot_eager")
+both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
+
+STEPS = range(4)
 ROWS = 4  # of the batch, per rank: compute kernels have the same shapes on any world size
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -27,6 +41,11 @@ def batch_of_rank(model: nn.Module, step: int, rank: int | None = None) -> tuple
     return tuple(tensor[rank * ROWS : (rank + 1) * ROWS] for tensor in global_batch(model, step))
 
 
+def first_rows(model: nn.Module, step: int) -> tuple[Tensor, ...]:
+    """The same rows on every rank."""
+    return batch_of_rank(model, step, rank=0)
+
+
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
     # A larger rate would show rounding: AdamW's steps have the size of the rate, however small the gradient.
     return torch.optim.AdamW(parameters, lr=1e-3)
@@ -34,6 +53,17 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)  # unlike AdamW's, its steps show the scale of the gradients
+
+
+def take_step(optimizers: Iterable[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def hybrid_mesh() -> DeviceMesh:
+    """Of four ranks: two copies, each of them sharded over two ranks."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def train(
@@ -47,10 +77,62 @@ def train(
     for step in steps:
         loss = model(*batch(model, step))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step([optimizer])
         losses.append(loss.detach())
     return torch.stack(losses)
+
+
+def backward_of_both(model: nn.Module, expected: nn.Module, step: int = 0) -> None:
+    """The gradients of a sharded model from the batch of this rank, of the unsharded one from all of it."""
+    expected(*global_batch(expected, step)).backward()
+    model(*batch_of_rank(model, step)).backward()
+
+
+def assert_trains_as(
+    model: nn.Module,
+    expected: nn.Module,
+    steps: Iterable[int] = STEPS,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = adamw,
+    *,
+    shares_rows: bool = False,
+) -> None:
+    """A sharded model has the losses and parameters of the unsharded one, and its buffers where all rows are shared.
+
+    Args:
+        model: may be what torch.compile has made of it.
+        shares_rows: whether every rank, and the unsharded model, sees the first rank's part of each batch.
+    """
+    batch, expected_batch = (first_rows, first_rows) if shares_rows else (batch_of_rank, global_batch)
+    expected_losses = train(expected, make_optimizer(expected.parameters()), steps, batch=expected_batch)
+    losses = train(model, make_optimizer(model.parameters()), steps, batch=batch)
+    assert_close(losses if shares_rows else mean_over_ranks(losses), expected_losses)
+    model = getattr(model, "_orig_mod", model)
+    assert_same_parameters(model, expected)
+    if shares_rows:
+        assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
+def assert_same_step(
+    model: nn.Module, expected: nn.Module, loss: Tensor, losses: list[Tensor], optimizers: Iterable[Optimizer]
+) -> None:
+    """One step of a sharded model, which has this loss here, and of the unsharded one, with the losses of all ranks."""
+    assert_close(loss, losses[dist.get_rank()])
+    if loss.requires_grad:
+        loss.backward()
+        torch.stack(losses).mean().backward()
+    assert_same_gradients(model, expected)
+    take_step(optimizers)
+
+
+def halving(call: Callable[[int], Tensor], num_rows: int) -> tuple[Tensor, int]:
+    """What `call` returns for as many rows, or half as many, and so on until they fit; and their number."""
+    while True:
+        try:
+            return call(num_rows), num_rows
+        except ConfigError:
+            if num_rows == 1:
+                raise
+            num_rows //= 2
 
 
 def train_unsharded(name: str, steps: Iterable[int]) -> tuple[nn.Module, Tensor]:
@@ -74,9 +156,7 @@ def train_replicas(name: str, steps: Iterable[int]) -> tuple[list[nn.Module], Te
         losses.append(torch.stack(rank_losses).mean().detach())
         torch.stack(rank_losses).sum().backward()
         average_gradients(replicas)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(optimizers)
     return replicas, torch.stack(losses)
 
 
@@ -104,6 +184,34 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
     return {name: None if gradient is None else full(gradient) for name, gradient in gradients}
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+    dcp.save(state_of(model, optimizer), checkpoint_id=path, **options)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=path, **options)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def gathered_units(side: RewrittenGraph) -> list[str]:
+    """Of a forward or a backward: the units whose buckets it gathers, in order."""
+    gathers = [node for node in side.graph.nodes if ops.is_all_gather(node)]
+    return [ops.unit_of_bucket(ops.argument(node, "bucket")) for node in gathers]
 
 
 def assert_close(actual: object, expected: object) -> None:

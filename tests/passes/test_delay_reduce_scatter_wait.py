@@ -1,7 +1,8 @@
 from fsdp_compile.passes.delay_reduce_scatter_wait import DelayReduceScatterWait
+from fsdp_compile.passes.insert_free import InsertFree
 from fsdp_compile.passes.verifier import verify
 from tests.passes.tiny import Tempered, four_layers, rows, three_layers, two_layers
-from tests.passes.tracing import Pictures, trace
+from tests.passes.tracing import STAGE_AFTER, Pictures, trace
 
 
 class TestDelayReduceScatterWait(Pictures):
@@ -161,7 +162,7 @@ backward
     def test_several_reductions_are_waited_for_in_the_order_in_which_they_start(self):
         before = trace(three_layers(), rows(), replicas=2).before(DelayReduceScatterWait, "backward")
         for distance in range(5):
-            verify(before.then(DelayReduceScatterWait(distance)).gm)
+            verify(before.then(DelayReduceScatterWait(distance)).gm, STAGE_AFTER[InsertFree])
         self.assertExpectedInline(
             "\n".join(
                 line

@@ -8,13 +8,14 @@ import torch.fx
 from hypothesis import settings
 
 from fsdp_compile import rewrite
-from fsdp_compile.passes import analysis, insert_free, ops
+from fsdp_compile.passes import analysis, ops
 from fsdp_compile.passes.errors import VerifyError
+from fsdp_compile.passes.insert_free import InsertFree
 from fsdp_compile.passes.partition_joint import PartitionJoint
 from fsdp_compile.passes.verifier import Signature, verify, verify_crossing
 from tests.models import build
 from tests.passes.tiny import biased, rows, three_layers
-from tests.passes.tracing import copy_of, trace
+from tests.passes.tracing import STAGE_AFTER, copy_of, trace
 
 # Profiles are in tests/conftest.py.
 PLACES = 100 if settings.get_current_profile_name() == "thorough" else 25
@@ -129,14 +130,14 @@ def free_twice(graph, random):
 
 
 def free_a_view(graph, random):
-    full = set(insert_free.full_buffers(graph))
+    full = set(analysis.full_buffers(graph))
     views = [alias for buffer in full for alias in analysis.aliases(buffer) if alias not in full]
     view = choose(random, views)
     inserted(graph, view.next, ops.FREE, view)
 
 
 def free_something_else(graph, random):
-    full = {alias for buffer in insert_free.full_buffers(graph) for alias in analysis.aliases(buffer)}
+    full = {alias for buffer in analysis.full_buffers(graph) for alias in analysis.aliases(buffer)}
     node = choose(random, (n for n in graph.nodes if n.op == "call_function" and n not in full and "val" in n.meta))
     inserted(graph, node.next, ops.FREE, node)
 
@@ -235,7 +236,7 @@ def graphs():
 
 def test_the_graphs_are_good(graphs):
     for gm in graphs:
-        verify(gm, signature=Signature.of(gm), freed=True)
+        verify(gm, STAGE_AFTER[InsertFree], signature=Signature.of(gm), freed=True)
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
@@ -250,7 +251,7 @@ def test_every_illegal_edit_is_caught(graphs, edit):
         except NoRoom:
             continue
         with pytest.raises(VerifyError):
-            verify(edited, signature=signature, freed=True)
+            verify(edited, STAGE_AFTER[InsertFree], signature=signature, freed=True)
         num_edited += 1
         if num_edited == PLACES:
             return

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_compile.passes.errors import PassError
+from fsdp_compile.passes.halves import Halves, Unshard, _save_early
 from fsdp_compile.passes.merge_gradients import MergeGradients
-from fsdp_compile.passes.partition_joint import Crossing, PartitionJoint, Unshard, _save_early
+from fsdp_compile.passes.metadata import Part
+from fsdp_compile.passes.partition_joint import Crossing, PartitionJoint
 from tests.passes.tiny import Checkpointed, linear, rows, three_layers, two_layers, two_products
 from tests.passes.tracing import Drawing, Pictures, trace
 
@@ -609,6 +611,16 @@ backward(tanh: f32[3,4], tangents_1: f32[3,4])
   return [mul_1]""",
         )
 
+    def test_what_crosses_prints(self):
+        joint = trace(three_layers(), rows()).after(MergeGradients, "joint").gm
+        crossing = Crossing.of(Halves.of(joint, 1, ()), {"mid": Part(2, "shard/2", 1)})
+        self.assertExpectedInline(
+            str(crossing),
+            """\
+gather mid.weight again over shard/2
+keep top.weight""",
+        )
+
     def test_a_saved_value_that_the_backward_does_not_take_is_refused(self):
         forward, backward = Drawing(), Drawing()
         x = forward.input("x", 4)
@@ -616,7 +628,7 @@ backward(tanh: f32[3,4], tangents_1: f32[3,4])
         backward.input("cos", 4)
         parameter = {"x": Unshard("shard", (), "unit", "x", world_size=2, dtype=torch.float32)}
         graphs = forward.returns(x, saved).gm, backward.returns().gm
-        message = self.assert_raises(PassError, Crossing.of, *graphs, 1, parameter)
+        message = self.assert_raises(PassError, Crossing.of, Halves(*graphs, 1, parameter), {})
         self.assertExpectedInline(
             message,
             """\

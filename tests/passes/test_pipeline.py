@@ -134,8 +134,8 @@ forward(up: f32[16], arg1_1: f32[3,4], down: f32[8])
 
     def broken_by(self, step, error):
         """The error of a pipeline that runs `step` after inserting the gathers, and the notes on it."""
-        graph = trace(biased(), rows()).after(InsertAllGather)
-        pipeline = dataclasses.replace(Pipeline.of(), forward=(step,))
+        graph = trace(biased(), rows()).before(InsertAllGather)
+        pipeline = dataclasses.replace(Pipeline.of(), forward=(InsertAllGather(), step))
         with self.assertRaises(error) as caught:
             pipeline.rewrite_inference(graph.gm)
         return str(caught.exception), caught.exception.__notes__

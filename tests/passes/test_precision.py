@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.layout.options import GradientReduction
-from fsdp_compile.passes import ops
+from fsdp_compile.passes import metadata, ops
 from fsdp_compile.passes.delay_reduce_scatter_wait import DelayReduceScatterWait
 from fsdp_compile.passes.insert_reduce_scatter import InsertReduceScatter
 from fsdp_compile.passes.lower_collectives import LowerCollectives
@@ -191,7 +191,7 @@ backward(primals_3: f32[32], convert_element_type: bf16[3,4], tangents_1: bf16[3
 
 class TestParts(Pictures):
     def test_a_part_is_kept_and_gathered_over_the_smaller_group(self):
-        reshard = {"low": ops.Part(2, "shard/2", 1), "top": ops.Part(2, "shard/2", 1)}
+        reshard = {"low": metadata.Part(2, "shard/2", 1), "top": metadata.Part(2, "shard/2", 1)}
         graphs = trace(three_layers(), rows(), world_size=4, grouped=True, reshard=reshard).graphs
         self.assertExpectedInline(
             f"{graphs.forward}\n{graphs.backward}",

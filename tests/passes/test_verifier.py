@@ -4,14 +4,23 @@ import operator
 
 import torch
 
-from fsdp_compile.passes import ops
+from fsdp_compile.passes import metadata, ops
 from fsdp_compile.passes.errors import VerifyError
+from fsdp_compile.passes.insert_all_gather import InsertAllGather
+from fsdp_compile.passes.insert_free import InsertFree
+from fsdp_compile.passes.lower_collectives import LowerCollectives
 from fsdp_compile.passes.partition_joint import PartitionJoint
-from fsdp_compile.passes.verifier import Signature, verify, verify_crossing, verify_lowered
+from fsdp_compile.passes.verifier import STAGES, Signature, verify, verify_crossing
 from tests.passes.tiny import biased, rows, three_layers
-from tests.passes.tracing import Drawing, Pictures, trace
+from tests.passes.tracing import STAGE_AFTER, Drawing, Pictures, trace
 
 sin, mm, t = torch.ops.aten.sin.default, torch.ops.aten.mm.default, torch.ops.aten.t.default
+
+
+def keep(node):
+    """`node` as a full parameter that the backward takes over."""
+    metadata.note_shard(node, metadata.FullParameter("up.weight", "up"))
+    return node
 
 
 def gathered_weight(drawing):
@@ -21,14 +30,14 @@ def gathered_weight(drawing):
 
 
 class TestVerify(Pictures):
-    def refused(self, drawing, *returned, **options):
-        return self.assert_raises(VerifyError, verify, drawing.returns(*returned).gm, **options)
+    def refused(self, drawing, *returned, after=InsertFree, **options):
+        return self.assert_raises(VerifyError, verify, drawing.returns(*returned).gm, STAGE_AFTER[after], **options)
 
     def test_a_sound_graph_passes(self):
         for grouped in (False, True):
             graphs = trace(biased(), rows(), grouped=grouped).graphs
-            verify(graphs.forward.module, freed=True)
-            verify(graphs.backward.module, freed=True)
+            verify(graphs.forward.module, STAGE_AFTER[InsertFree], freed=True)
+            verify(graphs.backward.module, STAGE_AFTER[InsertFree], freed=True)
 
     def test_1_a_value_that_is_used_before_it_is_defined(self):
         drawing = Drawing()
@@ -150,8 +159,7 @@ free_default frees up.gathered, which sin_default still reads
 
     def test_7_a_kept_parameter_that_is_never_freed(self):
         drawing = Drawing()
-        weight = drawing.input("weight", 4, 4)
-        ops.keep_parameter(weight, ops.FullParameter("up.weight", "up"))
+        weight = keep(drawing.input("weight", 4, 4))
         self.assertIn("weight is not freed", self.refused(drawing, drawing.call(sin, weight), freed=True))
 
     def test_7_a_buffer_that_is_freed_late(self):
@@ -166,7 +174,7 @@ free_default frees up.gathered, which sin_default still reads
     def test_7_without_freed_a_buffer_need_not_be_freed_yet(self):
         drawing = Drawing()
         _, weight = gathered_weight(drawing)
-        verify(drawing.returns(drawing.call(sin, weight)).gm)
+        verify(drawing.returns(drawing.call(sin, weight)).gm, STAGE_AFTER[InsertFree])
 
     def test_8_a_gradient_of_another_size_than_its_shard(self):
         drawing = Drawing()
@@ -178,26 +186,30 @@ free_default frees up.gathered, which sin_default still reads
         message = self.refused(drawing, reduced)
         self.assertIn("up.grad.pending returns 4 elements for a shard of 8", message)
 
-
-class TestVerifyLowered(Pictures):
-    def test_1_a_value_that_is_used_before_it_is_defined(self):
+    def test_9_a_free_before_there_are_gathers(self):
         drawing = Drawing()
-        first = drawing.call(sin, drawing.input("x", 4))
-        second = drawing.call(sin, first)
-        second.append(first)
-        message = self.assert_raises(VerifyError, verify_lowered, drawing.returns(second).gm)
-        self.assertIn("not well formed", message)
+        drawing.call(ops.FREE, keep(drawing.input("weight", 4, 4)))
+        self.assertExpectedInline(
+            self.refused(drawing, after=PartitionJoint),
+            """\
+free_default calls fsdp.free, which is not legal after PartitionJoint
+  up.weight: f32[4,4], an input
+> fsdp.free(up.weight)
+  return []""",
+        )
 
-    def test_3_an_output_that_changed(self):
-        drawing, before = Drawing(), Drawing()
-        signature = Signature.of(before.returns(before.input("x", 3, 4)).gm)
-        graph = drawing.returns(drawing.call(t, drawing.input("x", 3, 4)))
-        message = self.assert_raises(VerifyError, verify_lowered, graph.gm, signature=signature)
-        self.assertIn("inputs or outputs changed", message)
+    def test_9_a_read_of_a_parameter_when_gathers_are_there(self):
+        graph = trace(biased(), rows()).before(InsertAllGather).gm
+        message = self.assert_raises(VerifyError, verify, graph, STAGE_AFTER[InsertAllGather])
+        self.assertIn("up.weight calls fsdp.unshard, which is not legal after InsertAllGather", message)
 
-    def test_an_operator_of_the_dialect_that_is_left(self):
+    def test_9_an_operator_that_is_left_after_lowering(self):
         graph = trace(biased(), rows()).graphs.forward.module
-        self.assertIn("is left after lowering", self.assert_raises(VerifyError, verify_lowered, graph))
+        message = self.assert_raises(VerifyError, verify, graph, STAGE_AFTER[LowerCollectives])
+        self.assertIn("up.pending calls fsdp.all_gather, which is not legal after LowerCollectives", message)
+
+    def test_9_every_operator_is_legal_after_some_pass(self):
+        self.assertEqual({each for stage in STAGES for each in stage.operators}, set(ops.OPERATORS))
 
 
 class TestVerifyCrossing(Pictures):

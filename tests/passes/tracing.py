@@ -26,8 +26,10 @@ from fsdp_compile.module.reading import off_meta, reading_copy
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.pipeline import Pipeline
 from fsdp_compile.passes.printer import print_graph, print_schedule
+from fsdp_compile.passes.verifier import STAGES
 
 MEAN = GradientReduction()
+STAGE_AFTER = {stage.after: stage for stage in STAGES}
 REDUCTION = 1, "", "avg", 1.0, None
 """What an operator of the dialect takes where gradients are averaged over one axis, in the dtype they have."""
 

@@ -1,0 +1,185 @@
+"""Replacement: the parameters of a module become DTensor views into flat shards, one shard for each bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ConfigError
+from ..layout.buckets import Layout, Placement, lay_out
+from ..layout.options import OffloadConfig
+from ..layout.precision import install_casts
+from ..runtime.flat_shard import FlatShard
+from ..runtime.gradients import carry_hooks
+from ..runtime.groups import axes_of, num_shards_of, part_of
+from ..runtime.optimizers import note_replacement
+from ..runtime.reads import LocalRead, Read
+from ..runtime.recomputation import checkpoint_in_forward
+from .decision import Decision
+from .reading import Running, install_reads
+from .sharding import Sharding
+
+
+def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
+    """Shard the parameters of `model`, in place. Everything that can be refused has been refused before."""
+    sharding = Sharding(
+        mesh=decision.mesh,
+        units=[unit.name for unit in decision.units],
+        schedule=decision.schedule,
+        checks_gradients=decision.options.check_gradients,
+    )
+    if decision.mesh is None:
+        _keep_whole(model, decision, sharding.running)
+        sharding.divisor = decision.options.reduction.divisor
+        sharding.whole = {name: (unit.name, value) for unit in decision.units for name, value in unit.parameters}
+    else:
+        reshard = decision.with_shards(num_shards_of(decision.mesh)).values()
+        for size in sorted({value for value in reshard if not isinstance(value, bool)}):
+            sharding.parts[size] = part_of(decision.mesh, size)
+        _replace_parameters(model, decision, decision.mesh, sharding)
+    install_casts(model, decision.precision)
+    checkpoint_in_forward(model)
+    vars(model)["_fsdp_sharding"] = sharding
+    return sharding
+
+
+def _keep_whole(model: nn.Module, decision: Decision, running: Running) -> None:
+    """On a single rank parameters stay as they are; a forward may read them in another dtype, on another device."""
+    compute_device = decision.compute_device if decision.options.offload.is_on else None
+    if decision.options.param_init_fn is not None:
+        for module in model.modules():
+            _materialise(module, decision.options.param_init_fn)
+    read_of_parameter: dict[nn.Parameter, Read | LocalRead] = {}
+    for name, parameter in model.named_parameters():
+        policy = decision.precision.policy_of_parameter.get(name)
+        dtype = policy.param_dtype if policy else None
+        if name in decision.parameters and (dtype is not None or compute_device is not None):
+            read_of_parameter[parameter] = LocalRead(dtype, compute_device)
+            if compute_device is not None and not parameter.is_meta:
+                parameter.data = _on_cpu(parameter.data, decision.options.offload)
+    if read_of_parameter:
+        install_reads(model, read_of_parameter, running)
+
+
+def _on_cpu(tensor: torch.Tensor, offload: OffloadConfig) -> torch.Tensor:
+    on_cpu = tensor.to("cpu")
+    return on_cpu.pin_memory() if offload.pin_memory and torch.cuda.is_available() else on_cpu
+
+
+def owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """For every parameter the modules that hold it, and its name there; tied ones have several."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((module, name))
+    return owners
+
+
+def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, sharding: Sharding) -> None:
+    owners = owners_of_parameters(model)
+    values = _Values(decision, mesh)
+    if decision.options.sync_module_states:
+        values.broadcast(model.buffers())
+    read_of_parameter: dict[nn.Parameter, Read | LocalRead] = {}
+    sharded_of_original = {}
+    for layout in _layouts(decision, mesh):
+        originals = [decision.parameters[slot.parameter] for slot in layout.slots]
+        first_owners = [owners[original][0] for original in originals]
+        tensors = [values.of(original, *owner) for original, owner in zip(originals, first_owners, strict=True)]
+        if decision.options.param_init_fn is not None and layout.device.type == "meta":
+            layout = dataclasses.replace(
+                layout, device=torch.device("cpu") if decision.options.offload.is_on else tensors[0].device
+            )
+        is_pinned = decision.options.offload.pin_memory and torch.cuda.is_available() and layout.device.type == "cpu"
+        shard = FlatShard.create(layout, tensors, first_owners, mesh, pin_memory=is_pinned)
+        sharding.shards.append(shard)
+        for index, (slot, original) in enumerate(zip(layout.slots, originals, strict=True)):
+            read = Read(shard, layout.unshard_arguments(slot), is_frozen=not layout.requires_grad)
+            shard.reads.append(read)
+            read_of_parameter[original], sharded_of_original[original] = read, shard.parameters[index]
+    install_reads(model, read_of_parameter, sharding.running)
+    for original, sharded in sharded_of_original.items():
+        for module, name in owners[original]:
+            module._parameters[name] = sharded
+        carry_hooks(original, sharded)
+        note_replacement(original, sharded, read_of_parameter[original])
+
+
+def _layouts(decision: Decision, mesh: DeviceMesh) -> list[Layout]:
+    has_scalars = any(parameter.dim() == 0 for parameter in decision.parameters.values())
+    placement = Placement(
+        axes_of(mesh, decision.options.strategy, has_scalars=has_scalars),
+        decision.options.reduction,
+        decision.precision.policy_of_parameter,
+        decision.compute_device if decision.options.offload.is_on else None,
+    )
+    return lay_out(decision.units, placement)
+
+
+class _Values:
+    """The full values of parameters, one after another: given memory where they have none, and synchronised."""
+
+    def __init__(self, decision: Decision, mesh: DeviceMesh) -> None:
+        self.decision, self.mesh = decision, mesh
+        self.made: dict[tuple[nn.Module, str], torch.Tensor] = {}
+
+    def of(self, original: nn.Parameter, module: nn.Module, name: str) -> torch.Tensor:
+        """The value of a parameter that `module` holds as `name`."""
+        value = original.detach()
+        if value.is_meta and self.decision.options.param_init_fn is not None:
+            if (module, name) not in self.made:
+                originals = dict(module._parameters)
+                _materialise(module, self.decision.options.param_init_fn)
+                for made_name, made in module._parameters.items():
+                    if made is not None:
+                        self.made[module, made_name] = made.detach()
+                module._parameters.update(originals)  # until all of them are replaced
+                if self.decision.options.sync_module_states:
+                    self.broadcast(module._buffers.values())
+            value = self.made.pop((module, name))
+        if self.decision.options.sync_module_states:
+            self.broadcast([value])
+        return value
+
+    def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """The values of the mesh's first rank, to all."""
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_meta:
+                data = tensor.detach().to(
+                    self.decision.compute_device if self.decision.options.offload.is_on else tensor.device
+                )
+                data = data.contiguous()
+                for dim in reversed(range(self.mesh.ndim)):  # along the first row, then from row to row
+                    group = self.mesh.get_group(dim)
+                    dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
+                tensor.detach().copy_(data)
+
+
+def _materialise(module: nn.Module, param_init_fn: Callable[[nn.Module], Any]) -> None:
+    """Call `param_init_fn` if the module itself holds tensors on the meta device.
+
+    Raises:
+        ConfigError: it has left some of them there, or changed their shapes or dtypes.
+    """
+
+    def held() -> dict[str, torch.Tensor]:
+        return {name: t for name, t in {**module._parameters, **module._buffers}.items() if t is not None}
+
+    before = {name: (tensor.shape, tensor.dtype) for name, tensor in held().items()}
+    if not any(tensor.is_meta for tensor in held().values()):
+        return
+    param_init_fn(module)
+    for name, tensor in held().items():
+        if tensor.is_meta or before.get(name) != (tensor.shape, tensor.dtype):
+            raise ConfigError(
+                f"param_init_fn left {name} of a {type(module).__name__} on the meta device, or changed its shape or "
+                "dtype: it is to give values to all that the module itself holds, as "
+                "module.to_empty(device=..., recurse=False) and then module.reset_parameters() do"
+            )

@@ -1,0 +1,68 @@
+"""What nodes carry: every key of `node.meta` that this project writes is written here, and its own are read here.
+
+`val` is a node's value on tensors without memory; torch's own passes and ours keep it up to date.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.fx
+
+
+def describe(node: torch.fx.Node, value: Any, like: torch.fx.Node | None = None) -> None:
+    """Give a new node its value; the source line, the partitioner's tags and so on are those of `like`."""
+    node.meta = {} if like is None else dict(like.meta)
+    node.meta.pop("tensor_meta", None)  # it would describe the value of `like`
+    node.meta["val"] = value
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Which part of a bucket's gathered buffer a rank keeps, when it is sharded again over a smaller group.
+
+    Attributes:
+        size: ranks of the smaller group, and parts of the buffer.
+        index: this rank's place in the smaller group.
+    """
+
+    size: int
+    group: str
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FullParameter:
+    """Marks a backward input that is a full parameter kept from the forward instead of being gathered again."""
+
+    parameter: str
+    bucket: str
+
+
+def kept_parameter(node: torch.fx.Node) -> FullParameter | None:
+    """What `note_shard` noted on a graph input, or None."""
+    return node.meta.get("fsdp_full_parameter")
+
+
+def kept_part(node: torch.fx.Node) -> Part | None:
+    """What `note_shard` noted on a graph input, or None."""
+    return node.meta.get("fsdp_part")
+
+
+def note_shard(node: torch.fx.Node, kept: FullParameter | Part | None) -> None:
+    """Note what a graph input is in place of a shard, if it is: a full parameter, or a part of a gathered buffer."""
+    if isinstance(kept, FullParameter):
+        node.meta["fsdp_full_parameter"] = kept
+    elif kept is not None:
+        node.meta["fsdp_part"] = kept
+
+
+def is_whole_copy(node: torch.fx.Node) -> bool:
+    """Whether `copy_whole` marked this node."""
+    return bool(node.meta.get("fsdp_whole_copy"))
+
+
+def copy_whole(node: torch.fx.Node) -> None:
+    """Note that this node copies buffers and computes nothing: a compiler need not generate code for it."""
+    node.meta["fsdp_whole_copy"] = True
