@@ -19,6 +19,7 @@ BEGIN, END = "<!-- rooms: drawn by docs/generate_rooms.py -->\n", "<!-- end of r
 PACKAGE = "fsdp_compile"
 
 FROM_THE_TOP = (
+    "emulation",
     "cli",
     "compat",
     "api",

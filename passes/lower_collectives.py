@@ -102,6 +102,10 @@ class _Lowering:
             return value
         return self.call(torch.ops.prims.convert_element_type.default, value, dtype, like=like)
 
+    def stored(self, shard: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
+        """A shard whose slices are sent: computed once, not slice by slice, where a pass computes it."""
+        return shard if shard.op == "placeholder" else self.call(ops.STORE, shard, like=like)
+
     def padded_rows(self, gradient: torch.fx.Node, world_size: int, like: torch.fx.Node) -> torch.fx.Node:
         """A full gradient as 1-D tensor of `world_size` chunks, zeros after its last row."""
         value = gradient.meta["val"]
@@ -173,7 +177,7 @@ def _join(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
 def _all_gather_grouped(lowering: _Lowering, node: torch.fx.Node) -> None:
     _, _, world_size, group = node.args
     outs = ops.parameters_of(node)
-    shards = list(ops.gathered_shards(node).values())
+    shards = [lowering.stored(shard, node) for shard in ops.gathered_shards(node).values()]
     ends = list(accumulate(shard.meta["val"].numel() for shard in shards))
     slices = []
     for out in outs:
@@ -231,6 +235,7 @@ def _wait(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node | None:
         for offset, piece in ready.items()
     }
     joined = lowering.joined(rows, numel, lowering.zeros(rows), node)
+    _note_join(joined)
     return lowering.call(_aten.view.default, joined, [numel], like=node)
 
 
@@ -274,9 +279,15 @@ def _pack(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
 
     gap = lowering.zeros(chunks) if ops.argument(node, "accumulated") is None else kept
     joined = lowering.joined(chunks, numel, gap, node)
-    if ops.is_call(joined, _aten.cat.default) and all(map(_is_view, joined.args[0])):  # type: ignore[arg-type]
-        metadata.copy_whole(joined)
+    _note_join(joined)
     return lowering.call(_aten.view.default, joined, [world_size * numel], like=node)
+
+
+def _note_join(joined: torch.fx.Node) -> None:
+    """Note whether a buffer of pieces is copied, or something is computed on the way."""
+    if ops.is_call(joined, _aten.cat.default):
+        is_copy = all(map(_is_view, joined.args[0]))  # type: ignore[arg-type]
+        (metadata.copy_whole if is_copy else metadata.note_pack)(joined)
 
 
 def _is_view(chunk: torch.fx.Node) -> bool:

@@ -66,3 +66,13 @@ def is_whole_copy(node: torch.fx.Node) -> bool:
 def copy_whole(node: torch.fx.Node) -> None:
     """Note that this node copies buffers and computes nothing: a compiler need not generate code for it."""
     node.meta["fsdp_whole_copy"] = True
+
+
+def is_pack(node: torch.fx.Node) -> bool:
+    """Whether `note_pack` marked this node."""
+    return bool(node.meta.get("fsdp_pack"))
+
+
+def note_pack(node: torch.fx.Node) -> None:
+    """Note that this node computes the gradients of a bucket into one buffer: a compiler may do so in one kernel."""
+    node.meta["fsdp_pack"] = True

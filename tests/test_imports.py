@@ -70,9 +70,9 @@ def test_a_pass_imports_its_neighbours_relatively_and_nothing_of_the_front_end(p
 
 
 @pytest.mark.parametrize("path", [*PASSES, *FRONT_END], ids=in_repository)
-def test_private_parts_of_torch_are_imported_by_capture_and_the_runtime_only(path):
+def test_private_parts_of_torch_are_imported_where_they_are_driven_or_emulated_only(path):
     names = imported(path) + [name for name in attributes(path) if is_within(name, PRIVATE_TORCH)]
-    is_allowed = path.name in ("capture.py", "policies.py") or path.parent.name == "runtime"
+    is_allowed = path.name in ("capture.py", "policies.py") or path.parent.name in ("runtime", "emulation")
     private = [name for name in names if is_private_torch(name) and name not in WITHOUT_A_PUBLIC_NAME]
     assert is_allowed or private == []
 
@@ -81,7 +81,7 @@ def test_private_parts_of_torch_are_imported_by_capture_and_the_runtime_only(pat
 def test_the_environment_is_read_by_the_entry_points_only(path):
     names = [*imported(path), *attributes(path)]
     read = [name for name in names if is_within(name, {"os.environ", "os.getenv", "os.environb"})]
-    assert path.name == "environment.py" or path.parent.name == "cli" or read == []
+    assert path.name in ("environment.py", "launch.py") or path.parent.name == "cli" or read == []
 
 
 @pytest.mark.parametrize("path", [*FRONT_END, *OTHERS], ids=in_repository)

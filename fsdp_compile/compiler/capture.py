@@ -34,7 +34,7 @@ from ..passes.plan import StepPlan
 from ..runtime.backward import BucketGradient
 from ..runtime.compilations import Compilations
 from ..runtime.given import HasGradient, Results
-from ..runtime.inductor import Fences, fast_matmuls, generator_digest, whole_copies
+from ..runtime.inductor import Fences, fast_matmuls, few_casts, generator_digest, whole_copies
 from ..runtime.kernels import capturing
 from .writes import refuse_writes, sharded_inputs
 
@@ -106,7 +106,7 @@ class Capture:
         def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             if kwargs.get("is_inference"):
                 self._rewrite_inference(graph)
-            with uncollected(), fast_matmuls(), whole_copies():
+            with uncollected(), fast_matmuls(), whole_copies(), few_casts():
                 compiled = (
                     compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph, inputs)
                 )

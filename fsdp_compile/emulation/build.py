@@ -20,6 +20,7 @@ from torch._inductor.ir import Layout
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import GroupName
 
 from ..api import rewrite_for
 from ..compiler.capture import Capture, MakePlan
@@ -61,6 +62,7 @@ _SETTINGS: dict[str, Any] = {
     "compile_threads": 1,  # others would be processes without the emulation
     "fx_graph_cache": False,
     "joint_graph_constant_folding": False,  # it would compute constants on the device
+    "shape_padding": False,  # it would measure what pays
     "profile_bandwidth": True,  # kernels say how many bytes they move
     "triton.unique_kernel_names": True,
     "use_static_cuda_launcher": False,  # which forgets how a kernel was compiled
@@ -128,7 +130,7 @@ def _compile_only(
 ) -> RewrittenGraphs:
     """As `capture_only`, but the graphs are compiled."""
     found: list[RewrittenGraphs] = []
-    groups: dict[str, ProcessGroup] = {}
+    groups: dict[GroupName, ProcessGroup] = {}
 
     def note(graphs: RewrittenGraphs) -> None:
         found.append(graphs)
@@ -149,14 +151,14 @@ def _compile_only(
     return found[0]
 
 
-def _groups_of(graphs: RewrittenGraphs) -> dict[str, ProcessGroup]:
+def _groups_of(graphs: RewrittenGraphs) -> dict[GroupName, ProcessGroup]:
     """The process groups of the collectives, registered by name, since Inductor looks them up; they move nothing."""
-    groups = {}
+    groups: dict[GroupName, ProcessGroup] = {}
     for lowered in filter(None, (graphs.lowered.forward, graphs.lowered.backward)):
         for node in lowered.graph.nodes:
             if getattr(node.target, "namespace", "") == "_c10d_functional" and isinstance(name := node.args[-1], str):
                 size = node.args[-2] if isinstance(node.args[-2], int) else 1  # an all-reduce does not say it
-                groups[name] = ProcessGroup(HashStore(), 0, size)
+                groups[GroupName(name)] = ProcessGroup(HashStore(), 0, size)
     for name, group in groups.items():
         _unregister_process_group(name)
         _register_process_group(name, group)

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,7 +21,8 @@ from ..cli.models import load, made_on_meta
 from ..costs.hardware import Hardware, find_hardware
 from ..errors import CaptureError, ConfigError
 from ..options import Options
-from .build import Program, build
+from .build import Half, Program, build
+from .checks import check
 from .kernels import Kernel, kernels_of
 from .memory import bytes_at_steps, peak_bytes
 from .wrapper import steps_of
@@ -58,19 +58,20 @@ def _build(options: argparse.Namespace) -> None:
     console.width = max(console.width, _WIDTH)
     console.print(_table(kernels, hardware))
     console.print(_against(program, unsharded))
+    problems = check(program)
+    print("\n".join(problems) or "every check holds: order, buffers in flight, frees, no wait for the device")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"compiled in {seconds:.0f} s; peak resident memory {peak:.0f} MiB; written to {out}/")
 
 
 def _options(options: argparse.Namespace) -> Options:
-    dtypes = {
-        name: None if value is None else getattr(torch, value)
-        for name, value in (("param_dtype", options.param_dtype), ("reduce_dtype", options.reduce_dtype))
-    }
+    param, reduce = (
+        None if name is None else getattr(torch, name) for name in (options.param_dtype, options.reduce_dtype)
+    )
     return Options(
         sharding_strategy=ShardingStrategy[options.strategy],
         collective_lowering=options.lowering,
-        mp_policy=MixedPrecisionPolicy(**dtypes) if any(dtypes.values()) else None,
+        mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce) if param or reduce else None,
     )
 
 
@@ -122,7 +123,7 @@ COPIES = {"cat", "clone", "copy_", "slice_copy"}
 """Operators of ATen that only copy, which generated code calls for us."""
 
 
-def _peak(half: Any) -> float:
+def _peak(half: Half) -> float:
     return peak_bytes(half.wrapper, half.bytes_of_buffer) / _MIB
 
 

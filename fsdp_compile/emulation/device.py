@@ -57,8 +57,8 @@ def _answer_for_torch(gpu: Gpu) -> None:
     torch._C._cuda_getDevice = lambda: 0
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch.version.cuda = "13.0"
-    CudaInterface.is_available = staticmethod(lambda: True)
-    CudaInterface.Worker.get_device_properties = staticmethod(lambda device=None: gpu)
+    CudaInterface.is_available = staticmethod(lambda: True)  # type: ignore[method-assign]
+    CudaInterface.Worker.get_device_properties = staticmethod(lambda device=None: gpu)  # type: ignore[method-assign]
 
 
 def _answer_for_triton(gpu: Gpu) -> None:
@@ -88,7 +88,11 @@ def _answer_for_triton(gpu: Gpu) -> None:
 
 def _answer_for_inductor() -> None:
     # Kernels are compiled to the last step, and not loaded: that takes a device.
-    triton_heuristics.CachingAutotuner._make_launchers = lambda self: setattr(self, "launchers", [None])
+    triton_heuristics.CachingAutotuner._make_launchers = _launch_nothing  # type: ignore[method-assign]
     # The patterns of attention are traced on the device that there is; the CPU's are the same.
     register = fuse_attention._sfdp_init
-    fuse_attention._sfdp_init = lambda device=None: register(torch.device("cpu"))
+    fuse_attention._sfdp_init = lambda device=None: register(torch.device("cpu"))  # type: ignore[assignment]
+
+
+def _launch_nothing(tuned: Any) -> None:
+    tuned.launchers = [None]

@@ -1,7 +1,7 @@
-"""Runs a module as on a machine with a GPU: `python -P launch.py GPU MODULE [ARGUMENT ...]`; `command` in __init__.py.
+"""Runs a module as on a machine with a GPU: `python -P launch.py GPU MODULE [ARGUMENT ...]`.
 
-torch looks for CUDA once, while it is imported. So this is a script of its own, run by its path, which imports nothing of
-the package before it has loaded device.cpp, compiled, into the process.
+torch looks for CUDA once, while it is imported. So this is a script of its own, run by its path. It imports nothing of
+the package before it has loaded the library of device.cpp into the process.
 """
 
 from __future__ import annotations

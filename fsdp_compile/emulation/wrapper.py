@@ -19,8 +19,9 @@ class Step:
     """One thing that the wrapper does.
 
     Attributes:
-        kind: "kernel" (Triton's), "extern" (a library's, through `extern_kernels` or an operator of ATen), "collective",
-            "wait", "allocate", "alias" (another name of a buffer), "free" or "return".
+        kind: "kernel" (Triton's), "extern" (a library's: of `extern_kernels`, or an operator of ATen), "collective",
+            "wait", "allocate", "alias" (another name of a buffer), "reuse" (a new buffer, in the memory of one that is
+            freed next), "free" or "return".
         name: the kernel or operator, without its namespace and overload; "" for what is no call.
         reads: the buffers it is given, by the names that the wrapper has for them.
         result: the name it assigns to, or "".
@@ -42,8 +43,14 @@ def steps_of(wrapper: str) -> list[Step]:
     """
     for node in ast.walk(ast.parse(wrapper)):
         if isinstance(node, ast.FunctionDef) and node.name == "call":
-            return [step for statement in node.body for step in _steps(statement)]
+            steps = [step for statement in node.body for step in _steps(statement)]
+            return [_as_reuse(step, after) for step, after in zip(steps, [*steps[1:], None], strict=True)]
     raise ValueError("no generated wrapper: it has no function `call`")
+
+
+def _as_reuse(step: Step, after: Step | None) -> Step:
+    is_reuse = after is not None and step.kind == "alias" and after.kind == "free" and step.reads == after.reads
+    return dataclasses.replace(step, kind="reuse") if is_reuse and after.line == step.line else step  # type: ignore[union-attr]
 
 
 def inputs_of(wrapper: str) -> list[str]:

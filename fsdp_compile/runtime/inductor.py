@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import sympy
 import torch
 from torch._inductor import config, custom_graph_pass, ir
+from torch._inductor.codegen.common import BackendFeature
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.scheduler import refresh_group_node_dependencies
 from torch._inductor.utils import is_collective, is_wait
 from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 
 from ..passes import metadata, ops
 
-_aten = torch.ops.aten
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 # With torch 2.11 it is a pass over fx graphs that Inductor's cache of generated code takes for this, too.
@@ -54,7 +58,7 @@ class Fences(_SchedulerPass):  # type: ignore[misc]  # one of two
             since.update(written)
             ends.update(dict.fromkeys(written, node))
         if fence is not None:
-            nodes[0].scheduler.compute_ancestors()
+            _note_ancestors(nodes)
         return nodes
 
     def uuid(self) -> bytes:
@@ -74,10 +78,27 @@ def generator_digest() -> bytes:
     return custom_graph_pass.get_hash_for_files(paths, "onednn" if onednn_is_faster() else "")
 
 
+def _note_ancestors(nodes: list[Any]) -> None:
+    """Tell each node its place and what runs before it; Inductor's own function knows no horizontal kernels."""
+    ancestors_of_name: dict[str, OrderedSet[str]] = {}
+    for order, node in enumerate(nodes):
+        node.min_order = node.max_order = order
+        ancestors: OrderedSet[str] = OrderedSet()
+        for dependency in node.unmet_dependencies:
+            name = node.scheduler.name_to_buf[dependency.name].defining_op_name()
+            ancestors |= {name, *ancestors_of_name[name]}
+        for each in {node, *node.get_nodes()}:
+            each.ancestors = ancestors
+            ancestors_of_name[each.get_name()] = ancestors
+
+
 def _order(earlier: Any, later: Any) -> None:
     """Make `later` run after `earlier`."""
+    first = later.get_nodes()[0]  # of a horizontal kernel's; a node of one kernel is its own
     for buffer in earlier.get_buffer_names():
-        later.add_fake_dep(WeakDep(buffer, mutating_buf=later.get_name(), is_fake=True))
+        first.add_fake_dep(WeakDep(buffer, mutating_buf=first.get_name(), is_fake=True))
+    if first is not later:
+        refresh_group_node_dependencies(later)
 
 
 @register_lowering(ops.STORE, type_promotion_kind=None)
@@ -107,10 +128,50 @@ def whole_copies() -> Iterator[None]:
 
     @functools.wraps(by_kernel)
     def cat(*args: Any, **kwargs: Any) -> Any:
-        return (by_aten if metadata.is_whole_copy(V.graph.current_node) else by_kernel)(*args, **kwargs)
+        if metadata.is_whole_copy(V.graph.current_node):
+            return by_aten(*args, **kwargs)
+        num_before = len(V.graph.operations)
+        joined = by_kernel(*args, **kwargs)
+        if metadata.is_pack(V.graph.current_node):
+            _compute_together(V.graph.operations[num_before:])
+        return joined
 
     with patch.dict(lowerings, {_aten.cat.default: cat, _aten.slice_copy.Tensor: _slice_copy}):
         yield
+
+
+@contextlib.contextmanager
+def few_casts() -> Iterator[None]:
+    """Inside, the casts of what a grouped collective sends are one kernel where a GPU runs them.
+
+    A collective is opaque: by itself, Inductor computes each of its arguments in a kernel of its own.
+    """
+    by_itself = lowerings[_c10d.reduce_scatter_tensor_coalesced.default]
+
+    @functools.wraps(by_itself)
+    def reduce_scatter(values: Any, *args: Any) -> Any:
+        nodes: Any = V.graph.current_node.args[0]
+        casts = [
+            value.data.data
+            for node, value in zip(nodes, values, strict=True)
+            if node.target is torch.ops.prims.convert_element_type.default and len(node.users) == 1
+        ]
+        _compute_together(casts)
+        return by_itself(values, *args)
+
+    with patch.dict(lowerings, {_c10d.reduce_scatter_tensor_coalesced.default: reduce_scatter}):
+        yield
+
+
+def _compute_together(operations: Sequence[Any]) -> None:
+    """Have one horizontal kernel compute what is elementwise of these operations of Inductor's, on GPUs."""
+    elementwise = [each for each in operations if isinstance(getattr(each, "data", None), ir.Pointwise)]
+    if len(elementwise) < 2 or not all(
+        isinstance(n, (int, sympy.Integer)) for each in elementwise for n in each.get_size()
+    ):
+        return
+    if V.graph.has_feature(elementwise[0].get_device(), BackendFeature.FOREACH):
+        V.graph.register_operation_list([each.get_operation_name() for each in elementwise])
 
 
 def _slice_copy(value: Any, dim: int, begin: Any, end: Any) -> Any:

@@ -1,0 +1,160 @@
+"""The programs of small models, checked, and broken on purpose; test_emulation.py runs this where a GPU is emulated."""
+
+import re
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+from torch.utils._pytree import tree_map_only
+
+from fsdp_compile.emulation import checks
+from fsdp_compile.emulation.build import build
+from fsdp_compile.emulation.memory import bytes_at_steps, peak_bytes
+from fsdp_compile.emulation.wrapper import steps_of
+from fsdp_compile.options import Options
+from tests import models
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PROGRAMS = {
+    "grouped": ("gpt", {"collective_lowering": "grouped"}, 4),
+    "packed": ("gpt", {"collective_lowering": "packed"}, 4),
+    "no prefetch": ("gpt", {"forward_prefetch": 0, "backward_prefetch": 0, "collective_lowering": "grouped"}, 4),
+    "prefetch 2": ("gpt", {"forward_prefetch": 2, "backward_prefetch": 2, "collective_lowering": "grouped"}, 4),
+    "mixed": ("gpt", {"mp_policy": MIXED, "collective_lowering": "grouped"}, 4),
+    "mixed packed": ("gpt", {"mp_policy": MIXED, "collective_lowering": "packed"}, 4),
+    "resharding": ("gpt", {"reshard_after_forward": True, "collective_lowering": "grouped"}, 4),
+    "hybrid": (
+        "odd_mlp",
+        {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "collective_lowering": "grouped"},
+        (2, 2),
+    ),
+    "planned": ("odd_mlp", {"hardware": "h100", "collective_lowering": "grouped"}, 4),
+    "convolutions": ("conv_net", {"collective_lowering": "grouped"}, 4),
+    "odd parameters": ("odd_parameters", {"collective_lowering": "grouped"}, 4),
+    "adapted": ("adapted", {"collective_lowering": "grouped"}, 4),
+}
+
+
+@cache
+def program(name, world_size=None):
+    torch._dynamo.reset()
+    model, options, ranks = PROGRAMS[name]
+    made = models.build(model)
+    inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), made.inputs(2, seed=0))
+    return build(made.to("meta"), inputs, {}, Options(**options), world_size or ranks)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_program_keeps_its_schedule(name):
+    built = program(name)
+    assert checks.check(built) == []
+    assert any(step.kind == "collective" for step in steps_of(built.halves[-1].wrapper))
+
+
+def test_inference_keeps_its_schedule():
+    torch._dynamo.reset()
+    made = models.build("gpt")
+    inputs = [tensor.to("meta") for tensor in made.inputs(2, seed=0)]
+    with torch.no_grad():
+        built = build(made.to("meta"), tuple(inputs), {}, Options(collective_lowering="grouped"), 4)
+    assert len(built.halves) == 1 and checks.check(built) == []
+
+
+def broken(name, half, pattern, replacement, check):
+    """What a check says of a wrapper in which the first match of a pattern is replaced."""
+    wrapper = program(name).halves[half].wrapper
+    text, num = re.subn(pattern, replacement, wrapper, count=1, flags=re.M)
+    assert num == 1
+    return list(check(steps_of(text)))
+
+
+def lowered(name, half):
+    graphs = program(name).graphs.lowered
+    return (graphs.forward, graphs.backward)[half].graph
+
+
+def test_a_wait_that_is_missing_is_found():
+    wait = r"^ *torch\.ops\._c10d_functional\.wait_tensor\.default\(\w+\)\n"
+    found = broken("grouped", 0, wait, "", lambda steps: checks.order(steps, lowered("grouped", 0)))
+    assert found and "the schedule has" in found[0]
+    assert "nothing waits for" in broken("packed", 0, wait, "", checks.in_flight)[0]
+
+
+def test_two_collectives_that_are_exchanged_are_found():
+    gather, reduce = r"reduce_scatter_tensor_coalesced\.default\(", "all_gather_into_tensor_coalesced.default("
+    (found,) = broken("grouped", 1, gather, reduce, lambda steps: checks.order(steps, lowered("grouped", 1)))
+    assert "is all_gather_into_tensor_coalesced, and the schedule has reduce_scatter_tensor_coalesced" in found
+
+
+def test_a_buffer_that_is_freed_while_it_is_sent_is_found():
+    start = r"^( *)(buf\d+) = (torch\.ops\._c10d_functional\.reduce_scatter_tensor\.default\(.*?(buf\d+),.*)$"
+    (found, *_) = broken("packed", 1, start, r"\1\2 = \3\n\1del \4", checks.in_flight)
+    assert re.search(r"buf\d+ is freed, which line \d+ is sending", found)
+
+
+def test_a_buffer_that_is_touched_while_it_is_filled_is_found():
+    start = r"^( *)(buf\d+) = (torch\.ops\._c10d_functional\.all_gather_into_tensor\.default\(.*)$"
+    (found, *_) = broken("packed", 0, start, r"\1\2 = \3\n\1extern_kernels.mm(\2, \2, out=\2)", checks.in_flight)
+    assert re.search(r"mm touches buf\d+, which line \d+ is filling", found)
+
+
+def test_a_read_after_the_free_is_found():
+    built = program("resharding")
+    steps = steps_of(built.halves[0].wrapper)
+    gather = next(step for step in steps if step.kind == "collective")
+    filled = next(step.result for step in steps if step.kind == "alias" and step.reads == (gather.result,))
+    found = broken(
+        "resharding",
+        0,
+        r"^( *)return \(",
+        rf"\1late = torch.ops.aten.sin.default({filled})\n\1return (",
+        lambda steps: checks.late_reads(steps, built.graphs.forward.graph),
+    )
+    assert re.search(r"what line \d+ gathers is read after the schedule frees it", found[0])
+
+
+def test_a_copy_of_a_parameter_is_found():
+    assert list(checks.reads_in_place(steps_of(program("grouped").halves[0].wrapper))) == []
+    wait = r"^( *)(torch\.ops\._c10d_functional\.wait_tensor\.default\((buf\d+)\))$"
+    found = broken("grouped", 0, wait, r"\1\2\n\1late = torch.ops.aten.clone.default(\3)", checks.reads_in_place)
+    assert re.search(r"clone copies what was gathered", found[0])
+
+
+def test_a_wait_for_the_device_is_found():
+    wrapper = program("grouped").halves[0].wrapper
+    assert list(checks.synchronisations(wrapper)) == []
+    text = re.sub(r"^( *)return \(", r"\1torch.cuda.synchronize()\n\1return (", wrapper, count=1, flags=re.M)
+    assert "synchronize" in next(checks.synchronisations(text))
+
+
+def kernels(name, world_size=None):
+    """How many Triton kernels forward and backward call."""
+    halves = program(name, world_size).halves
+    return [Counter(step.kind for step in steps_of(half.wrapper))["kernel"] for half in halves]
+
+
+@pytest.mark.parametrize("name", ["grouped", "packed"])
+def test_sharding_takes_no_kernel_where_nothing_is_cast(name):
+    forward, backward = kernels(name)
+    alone, alone_backward = kernels(name, world_size=1)
+    assert forward <= alone + 1 and backward <= alone_backward + 1
+
+
+@pytest.mark.parametrize("name", ["mixed", "mixed packed"])
+def test_a_bucket_is_cast_by_one_kernel_in_each_direction(name):
+    built = program(name)
+    forward, backward = kernels(name)
+    alone, alone_backward = kernels("grouped", world_size=1)
+    num_gathers, num_reductions = (
+        sum(re.match(pattern, step.name) is not None for half in built.halves for step in steps_of(half.wrapper))
+        for pattern in ("all_gather", "reduce_scatter")
+    )
+    assert forward + backward <= alone + alone_backward + num_gathers + num_reductions + 2
+
+
+def test_the_peak_of_a_program_is_what_its_buffers_take_at_most():
+    half = program("grouped").halves[0]
+    totals = [total for _, total in bytes_at_steps(half.wrapper, half.bytes_of_buffer)]
+    assert peak_bytes(half.wrapper, half.bytes_of_buffer) == max(totals) > totals[0] > 0

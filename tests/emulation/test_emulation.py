@@ -1,0 +1,71 @@
+"""The program of a GPU, compiled and checked in a process that emulates one: `emulated.py` has the tests."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import fsdp_compile
+from tests import ranks
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (extra gpu)")
+ROOT = Path(__file__).parents[2]
+LAUNCH = Path(fsdp_compile.__file__).parent / "emulation/launch.py"
+
+
+def run(*command):
+    environment = {**os.environ, **ranks.environment(), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_what_is_checked_in_a_process_that_emulates():
+    tests = str(Path(__file__).with_name("emulated.py"))
+    found = run(sys.executable, "-P", str(LAUNCH), "h100", "pytest", "-q", "-p", "no:cacheprovider", tests)
+    assert found.returncode == 0 and " passed" in found.stdout, found.stdout[-5000:] + found.stderr[-2000:]
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+def inputs(batch, seq):
+    return (torch.zeros(batch, seq, 64),)
+"""
+
+
+@pytest.mark.parametrize("gpu", ["a100", "b200"])
+def test_build_writes_the_program_of_a_gpu(gpu, tmp_path):
+    (tmp_path / "net.py").write_text(MODEL)
+    command = [sys.executable, "-m", "fsdp_compile", "build", f"{tmp_path}/net.py:model", "--gpus", "4", "--seq", "8"]
+    found = run(*command, "--hardware", gpu, "--out", str(tmp_path / "out"))
+    assert found.returncode == 0, found.stdout + found.stderr
+    kernels = json.loads((tmp_path / "out/kernels.json").read_text())
+    assert all(kernel["registers"] > 0 and kernel["num_bytes"] > 0 for kernel in kernels)
+    assert {kernel["name"] for kernel in kernels if "gelu" in kernel["name"]}
+    for name in ("forward.py", "backward.py", "forward.steps.txt", "backward.steps.txt", "schedule.txt"):
+        assert (tmp_path / "out" / name).read_text()
+    assert "reduce_scatter_tensor_coalesced" in (tmp_path / "out/backward.py").read_text()
+    assert "every check holds" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [(("net.py:nothing",), "no function 'nothing'"), (("net.py:model", "--inputs", "none"), "no function 'none'")],
+)
+def test_build_says_what_is_wrong_with_its_arguments(arguments, error, tmp_path):
+    (tmp_path / "net.py").write_text(MODEL)
+    path, *others = arguments
+    found = run(sys.executable, "-m", "fsdp_compile", "build", f"{tmp_path}/{path}", *others)
+    assert found.returncode == 1 and error in found.stderr
+
+
+def test_a_gpu_that_is_not_described_is_refused():
+    found = run(sys.executable, "-P", str(LAUNCH), "riva128", "pytest")
+    assert found.returncode == 1 and "no GPU 'riva128' is described: one of a100, h100" in found.stderr
