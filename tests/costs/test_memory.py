@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -49,11 +50,11 @@ class Attention(nn.Module):
 
 
 def test_the_output_of_attention_that_is_computed_again_is_held_until_the_projection_has_read_it():
-    """It is taken out of what an operator returns that saves the state of the generator as well."""
+    """It is taken out of what an operator returns that, before torch 2.15, saves the state of the generator as well."""
     model = Checkpointed(first=Attention(), second=Attention())
     graphs = rewrite(model, torch.randn(5, 3, 8), world_size=2, auto_wrap_policy=nn.Linear)
     moments = memory_of(Work.of(graphs, compiler="aot_eager")).moments
-    (first, _) = [node for node in graphs.forward.graph.nodes if "run_and_save_rng_state" in str(node.target)]
+    (first, _) = [node for node in graphs.forward.graph.nodes if re.search("rng_state|attention", str(node.target))]
     projection = next(node for node in graphs.forward.graph.nodes if node.name == "mm_1")
     assert first < projection
     assert held(moments, "forward", projection.args[0].name)["temporaries"] == 5 * 3 * 8 * 4
