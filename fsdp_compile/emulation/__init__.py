@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def command(gpu: str, module: str, arguments: Sequence[str] = ()) -> list[str]:
-    """The command line that runs a Python module as on a machine with this GPU, one of `gpus.GPUS`."""
-    return [sys.executable, "-P", str(Path(__file__).with_name("launch.py")), gpu, module, *arguments]
+def command(gpu: str, module: str, arguments: Sequence[str] = (), *, runs: bool = False) -> list[str]:
+    """The command line that runs a Python module as on a machine with this GPU, one of `gpus.GPUS`.
+
+    With `runs`, what Inductor generates for the GPU runs, on the CPU's memory (run.py); otherwise it can only be built.
+    """
+    launch = str(Path(__file__).with_name("launch.py"))
+    return [sys.executable, "-P", launch, *(["--run"] if runs else []), gpu, module, *arguments]
