@@ -2,8 +2,8 @@
 
 After `install`, a model on the CPU that is compiled by `fsdp_compile` is traced, rewritten and compiled as if its tensors
 were on a GPU. The code that Inductor generates for CUDA then runs on the real tensors, which are the CPU's: its buffers
-are CPU memory, its kernels run in Triton's interpreter, its matmuls and collectives are the CPU's own. Shards, hooks,
-gradients and optimizers are the real ones.
+are CPU memory, its kernels run in Triton's interpreter, its matmuls are the CPU's own, and its collectives take place when
+they are waited for (collectives.py). Shards, hooks, gradients and optimizers are the real ones.
 
 This shows numbers, buffers, views, frees and order. It does not show streams and their races, NCCL, or time. Random
 numbers are not a GPU's: Inductor draws the seeds of dropout from the CPU's generator.
@@ -23,7 +23,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..compiler import capture
-from . import attention, libdevice
+from . import attention, collectives, libdevice
 
 _CUDA = torch.device("cuda", 0)
 
@@ -42,6 +42,7 @@ def install() -> None:
     torch._inductor.config.shape_padding = False  # it would measure on the device whether a padded matmul is faster
     libdevice.install()
     attention.install()
+    collectives.install()
 
 
 def _compile_for_cuda(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -76,8 +77,5 @@ def _on_cuda(value: Any, fake_mode: FakeTensorMode) -> Any:
 
 
 def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A buffer of the generated code, on the CPU. Reading it before it is written shows: it is full of NaN."""
-    buffer = torch.empty_strided(size, stride, dtype=dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        return buffer.fill_(torch.nan)
-    return buffer if dtype == torch.bool else buffer.fill_(torch.iinfo(dtype).max)
+    """A buffer of the generated code, on the CPU. That it is read before it is written shows in the results."""
+    return collectives.unknown_(torch.empty_strided(size, stride, dtype=dtype))

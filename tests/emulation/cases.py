@@ -2,27 +2,164 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from typing import Any
+from unittest.mock import patch
+
+import llama
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fsdp_compile
-from tests.distributed.training import adamw, full_parameters, mean_over_ranks, train, train_unsharded
-from tests.models import build
+from tests.distributed import training
+from tests.models import Block, Gpt, build
 
 STEPS = range(3)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def trained(name: str, lowering: str = "grouped") -> dict[str, float]:
-    """Three steps of AdamW."""
-    model = fsdp_compile(build(name), collective_lowering=lowering)
-    losses = mean_over_ranks(train(model, adamw(model.parameters()), STEPS))
-    expected, expected_losses = train_unsharded(name, STEPS)
-    return {"losses": distance(losses, expected_losses), "parameters": furthest(model, expected)}
+class Llama(llama.Llama):
+    """Grouped-query attention: four heads share two keys."""
+
+    def __init__(self) -> None:
+        super().__init__(llama.LlamaConfig(layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=48, vocab=40))
+
+    def inputs(self, batch: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        text = torch.randint(40, (batch, 9), generator=torch.Generator().manual_seed(seed))
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def furthest(model: torch.nn.Module, expected: torch.nn.Module) -> float:
-    found, wanted = full_parameters(model), full_parameters(expected)
-    return max(distance(found[name], wanted[name]) for name in wanted)
+class Checkpointed(Gpt):
+    """Its blocks are computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = lambda x, block=block: checkpoint(Block.forward, block, x, use_reentrant=False)
+
+
+def made(name: str) -> nn.Module:
+    if name not in (own := {"llama": Llama, "checkpointed": Checkpointed}):
+        return build(name)
+    torch.manual_seed(0)
+    return own[name]()
+
+
+def sharded(name: str, **options: Any) -> nn.Module:
+    return fsdp_compile(made(name), **{"collective_lowering": "grouped", "fullgraph": True, **options})
+
+
+def trained(name: str, **options: Any) -> dict[str, Any]:
+    """The gradients of a first step, then three steps of AdamW, against the eager model on the whole batches."""
+    model, expected = sharded(name, **options), made(name)
+    with counting() as counts:
+        model(*training.batch_of_rank(model, 9)).backward()
+        expected(*training.global_batch(expected, 9)).backward()
+        gradients = furthest(training.full_gradients(model), training.full_gradients(expected))
+        for one in (model, expected):
+            one.zero_grad()
+        losses = training.train(model, training.adamw(model.parameters()), STEPS)
+    wanted = training.train(expected, training.adamw(expected.parameters()), STEPS, training.global_batch)
+    return {
+        "losses": distance(training.mean_over_ranks(losses.float()), wanted),
+        "gradients": gradients,
+        "parameters": furthest(training.full_parameters(model), training.full_parameters(expected)),
+        **counts,
+    }
+
+
+def packed(name: str) -> dict[str, Any]:
+    return trained(name, collective_lowering="packed")
+
+
+def poisoned(name: str) -> dict[str, Any]:
+    """With NaN in every buffer that is freed."""
+    with patch.dict(os.environ, FSDP_COMPILE_POISON="1"):
+        return trained(name)
+
+
+def replicas() -> dict[str, Any]:
+    """The convolution net, whose loss and statistics depend on which rows share a batch: one eager model a rank."""
+    model = sharded("conv_net")
+    with counting() as counts:
+        losses = training.mean_over_ranks(training.train(model, training.adamw(model.parameters()), STEPS))
+    expected, wanted = training.train_replicas("conv_net", STEPS)
+    own = expected[dist.get_rank()]
+    return {
+        "losses": distance(losses, wanted),
+        "parameters": furthest(training.full_parameters(model), training.full_parameters(own)),
+        "buffers": furthest(dict(model.named_buffers()), dict(own.named_buffers())),
+        **counts,
+    }
+
+
+def mixed(name: str) -> dict[str, Any]:
+    """Gathered in bf16, reduced in f32, against eager in f32: bf16 has 8 bits."""
+    return trained(name, mp_policy=BF16)
+
+
+def accumulated(name: str) -> dict[str, Any]:
+    """Four micro-batches a step, all reduced with the last."""
+    from tests.distributed import test_accumulation as accumulation
+
+    model = sharded(name)
+    optimizer = training.adamw(model.parameters())
+    with counting() as counts:
+        for step in STEPS:
+            accumulation.accumulate(model, step, syncs=False)
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = accumulation.reference(name, len(STEPS))
+    return {"parameters": furthest(training.full_parameters(model), training.full_parameters(expected)), **counts}
+
+
+def without_waits(name: str) -> dict[str, Any]:
+    """The generated code waits for nothing."""
+    write = PyCodeCache.write
+
+    def changed(source_code: str, extra: str = "") -> Any:
+        return write(source_code.replace("torch.ops._c10d_functional.wait_tensor.default(", "id("), extra)
+
+    with patch.object(PyCodeCache, "write", changed):
+        return trained(name)
+
+
+def without_a_kernel(name: str) -> dict[str, Any]:
+    """The first kernel is never run."""
+    run, first = CachingAutotuner.run, []
+
+    def skipping(self: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
+        first[:] = first or [self]
+        return None if self is first[0] else run(self, *args, **kwargs)
+
+    with patch.object(CachingAutotuner, "run", skipping):
+        return trained(name)
+
+
+@contextlib.contextmanager
+def counting() -> Any:
+    """How many kernels run."""
+    counts = {"kernels": 0}
+    run = CachingAutotuner.run
+
+    def counted(self: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
+        counts["kernels"] += 1
+        return run(self, *args, **kwargs)
+
+    with patch.object(CachingAutotuner, "run", counted):
+        yield counts
+
+
+def furthest(found: Any, wanted: Any) -> float:
+    assert found.keys() == wanted.keys()
+    return max(distance(found[name], wanted[name]) for name in wanted if wanted[name] is not None)
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return (found - expected).abs().max().item()
+    return float((found - expected).abs().max())
