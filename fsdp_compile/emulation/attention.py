@@ -4,8 +4,8 @@ Softmax is P = exp(scale q k^T + bias - logsumexp). Its gradient, with D the row
 dS = P * (grad_out v^T - D); then grad_q = scale dS k, grad_k = scale dS^T q, grad_v = P^T grad_out. See Dao et al.,
 FlashAttention, arXiv:2205.14135, appendix B.
 
-torch has no kernels of these operators for the CPU, so these are registered. Dropout is refused: its mask would depend on
-the GPU's generator.
+torch has no kernels of these operators for the CPU, so these are registered. Dropout is refused: its mask would depend
+on the GPU's generator.
 """
 
 from __future__ import annotations

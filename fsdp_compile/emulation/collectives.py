@@ -1,8 +1,8 @@
 """Functional collectives that take place as late as they may: when they are waited for.
 
-On a GPU a collective runs beside the compute, at some time between its start and its wait. Here it runs at the wait, and
-until then its result is NaN. So a program that reads the result too early, or changes the input while the collective may
-read it, computes something else.
+On a GPU a collective runs beside the compute, at some time between its start and its wait. Here it runs at the wait,
+and until then its result is NaN. So a program that reads the result too early, or changes the input while the
+collective may read it, computes something else.
 """
 
 from __future__ import annotations

@@ -15,8 +15,46 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle
 
-_SAME_NAME = """acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor fmod
-hypot isinf isnan ldexp lgamma log log10 log1p log2 nextafter pow rsqrt signbit sin sinh sqrt tan tanh trunc""".split()
+_SAME_NAME = [
+    "acos",
+    "acosh",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "ceil",
+    "copysign",
+    "cos",
+    "cosh",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "fmod",
+    "hypot",
+    "isinf",
+    "isnan",
+    "ldexp",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "nextafter",
+    "pow",
+    "rsqrt",
+    "signbit",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+    "trunc",
+]
 
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {name: getattr(torch, name) for name in _SAME_NAME}
 _FUNCTIONS |= {"fast_tanhf": torch.tanh, "nearbyint": torch.round, "rint": torch.round}

@@ -1,9 +1,9 @@
 """Run: the program of a GPU, executed on the CPU's memory.
 
-After `install`, a model on the CPU that is compiled by `fsdp_compile` is traced, rewritten and compiled as if its tensors
-were on a GPU. The code that Inductor generates for CUDA then runs on the real tensors, which are the CPU's: its buffers
-are CPU memory, its kernels run in Triton's interpreter, its matmuls are the CPU's own, and its collectives take place when
-they are waited for (collectives.py). Shards, hooks, gradients and optimizers are the real ones.
+After `install`, a model on the CPU that is compiled by `fsdp_compile` is traced, rewritten and compiled as if its
+tensors were on a GPU. The code that Inductor generates for CUDA then runs on the real tensors, which are the CPU's: its
+buffers are CPU memory, its kernels run in Triton's interpreter, its matmuls are the CPU's own, and its collectives take
+place when they are waited for (collectives.py). Shards, hooks, gradients and optimizers are the real ones.
 
 This shows numbers, buffers, views, frees and order. It does not show streams and their races, NCCL, or time. Random
 numbers are not a GPU's: Inductor draws the seeds of dropout from the CPU's generator.
@@ -33,9 +33,9 @@ def install() -> None:
 
     The process was started with `command(..., runs=True)`.
     """
-    setattr(capture, "compile_fx", _compile_for_cuda)
-    setattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
-    setattr(torch.cuda, "set_device", lambda device: None)
+    capture.compile_fx = _compile_for_cuda
+    torch._C._dynamo.guards._empty_strided_cuda = _empty_strided
+    torch.cuda.set_device = lambda device: None
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.fx_graph_cache = False
     torch._inductor.config.joint_graph_constant_folding = False  # it would compute constants on the device

@@ -7,7 +7,6 @@ import os
 from typing import Any
 from unittest.mock import patch
 
-import llama
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +15,8 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import fsdp_compile
+import llama
+from fsdp_compile import fsdp_compile, shard
 from tests.distributed import training
 from tests.models import Block, Gpt, build
 
@@ -100,8 +100,15 @@ def replicas() -> dict[str, Any]:
 
 
 def mixed(name: str) -> dict[str, Any]:
-    """Gathered in bf16, reduced in f32, against eager in f32: bf16 has 8 bits."""
-    return trained(name, mp_policy=BF16)
+    """Gathered in bf16 and reduced in f32, against the same in eager; relative to the largest gradient."""
+    model, expected = sharded(name, mp_policy=BF16), shard(made(name), mp_policy=BF16)
+    with counting() as counts:
+        losses = [one(*training.batch_of_rank(one, 0)) for one in (model, expected)]
+        for loss in losses:
+            loss.backward()
+    found, wanted = training.full_gradients(model), training.full_gradients(expected)
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None)
+    return {"loss": distance(*losses), "gradients": furthest(found, wanted) / largest, **counts}
 
 
 def accumulated(name: str) -> dict[str, Any]:
