@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 _LIBRARY = torch.library.Library("_c10d_functional", "IMPL")
 _OPERATORS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -41,9 +41,13 @@ def unknown_(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
+def _group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(GroupName(name))
+
+
 def all_gather_into_tensor(shard: Tensor, group_size: int, group_name: str) -> Tensor:
     full = shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
-    group = _resolve_process_group(group_name)
+    group = _group(group_name)
     return _started(full, lambda: dist.all_gather_into_tensor(full, shard.contiguous(), group))
 
 
@@ -53,7 +57,7 @@ def all_gather_into_tensor_coalesced(shards: Sequence[Tensor], group_size: int, 
 
 def reduce_scatter_tensor(full: Tensor, operator: str, group_size: int, group_name: str) -> Tensor:
     part = full.new_empty((full.shape[0] // group_size, *full.shape[1:]))
-    group = _resolve_process_group(group_name)
+    group = _group(group_name)
     return _started(part, lambda: dist.reduce_scatter_tensor(part, full.contiguous(), _OPERATORS[operator], group))
 
 
@@ -65,12 +69,12 @@ def reduce_scatter_tensor_coalesced(
 
 def all_reduce(tensor: Tensor, operator: str, group_name: str) -> Tensor:
     result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    group = _resolve_process_group(group_name)
+    group = _group(group_name)
     return _started(result, lambda: dist.all_reduce(result.copy_(tensor), _OPERATORS[operator], group))
 
 
 def all_reduce_(tensor: Tensor, operator: str, group_name: str) -> Tensor:
-    before, group = tensor.clone(), _resolve_process_group(group_name)
+    before, group = tensor.clone(), _group(group_name)
     return _started(tensor, lambda: dist.all_reduce(tensor.copy_(before), _OPERATORS[operator], group))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch._inductor.config
+from torch._functorch._aot_autograd.utils import _GRAPHSAFE_RNG_DEVICE_TYPES
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,18 +29,43 @@ from . import attention, collectives, libdevice
 _CUDA = torch.device("cuda", 0)
 
 
+class _Generator(torch.Generator):
+    """The GPU's generator, from which nothing is drawn.
+
+    A recomputed operator that may be random has to find it as the forward did, and takes it along: attention, for its
+    dropout, which attention.py refuses.
+    """
+
+    device = _CUDA
+
+    def clone_state(self) -> _Generator:
+        return _Generator()
+
+    def graphsafe_get_state(self) -> _Generator:
+        return self
+
+    def graphsafe_set_state(self, state: torch.Generator) -> _Generator:
+        return self
+
+
 def install() -> None:
     """From here on, what this process compiles are programs of the emulated GPU, which run.
 
     The process was started with `command(..., runs=True)`.
     """
-    capture.compile_fx = _compile_for_cuda
-    torch._C._dynamo.guards._empty_strided_cuda = _empty_strided
-    torch.cuda.set_device = lambda device: None
-    torch._inductor.config.compile_threads = 1
-    torch._inductor.config.fx_graph_cache = False
-    torch._inductor.config.joint_graph_constant_folding = False  # it would compute constants on the device
-    torch._inductor.config.shape_padding = False  # it would measure on the device whether a padded matmul is faster
+    replaced: list[tuple[Any, str, Any]] = [
+        (capture, "compile_fx", _compile_for_cuda),
+        (torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided),
+        (torch.cuda, "set_device", lambda device: None),
+        (torch.cuda, "default_generators", (_Generator(),)),
+        (torch._inductor.config, "compile_threads", 1),
+        (torch._inductor.config, "fx_graph_cache", False),
+        (torch._inductor.config, "joint_graph_constant_folding", False),  # it would compute constants on the device
+        (torch._inductor.config, "shape_padding", False),  # it would measure whether a padded matmul is faster
+    ]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+    _GRAPHSAFE_RNG_DEVICE_TYPES.add("cpu")
     libdevice.install()
     attention.install()
     collectives.install()

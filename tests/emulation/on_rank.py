@@ -1,4 +1,4 @@
-"""What a rank of test_run.py does, as on a GPU: `on_rank RANK WORLD_SIZE STORE CASE ...`; a case is `name argument ...`.
+"""What a rank of test_run.py does, as on a GPU: `on_rank RANK WORLD_SIZE STORE CASE ...`, a case `name argument ...`.
 
 It prints what each case found, as JSON.
 """
