@@ -332,6 +332,11 @@ def is_tangent(node: torch.fx.Node) -> bool:
     return "tangents" in str(node.target)
 
 
+def is_generator(node: torch.fx.Node) -> bool:
+    """An input that holds a state of a GPU's generator: both graphs take one for each random operator computed again."""
+    return isinstance(node.meta.get("val"), torch.Generator)
+
+
 def bucket_of_unit(unit: str, kind: str = "") -> str:
     """The name of a unit's bucket: `layers.0`, or `layers.0/bf16.frozen` where the unit has several.
 
