@@ -74,6 +74,19 @@ def trained(name: str, **options: Any) -> dict[str, Any]:
     }
 
 
+def first_gradients(name: str) -> dict[str, Any]:
+    """With NaN in every buffer that is freed; one step, since the interpreter takes some ten seconds for each."""
+    with patch.dict(os.environ, FSDP_COMPILE_POISON="1"):
+        model, expected = sharded(name), made(name)
+    with counting() as counts:
+        loss = model(*training.batch_of_rank(model, 9))
+        loss.backward()
+    wanted = expected(*training.global_batch(expected, 9))
+    wanted.backward()
+    gradients = furthest(training.full_gradients(model), training.full_gradients(expected))
+    return {"loss": distance(training.mean_over_ranks(loss.detach()), wanted), "gradients": gradients, **counts}
+
+
 def packed(name: str) -> dict[str, Any]:
     return trained(name, collective_lowering="packed")
 

@@ -15,7 +15,6 @@ pytest.importorskip("triton", reason="kernels of a GPU run in Triton's interpret
 ROOT = Path(__file__).parents[2]
 RANKS = 2
 CLOSE = 1e-5
-HALF = 2e-2  # of bf16, which has 8 bits, and whose values a GPU's kernels keep in f32 for longer than eager
 
 
 def run(tmp_path, *cases):
@@ -58,9 +57,14 @@ def test_small_models_train_as_in_eager(tmp_path):
         assert is_within(CLOSE, results), (case, results)
 
 
-def test_a_transformer_and_a_convolution_net_train_as_in_eager(tmp_path):
-    for case, results in run(tmp_path, "poisoned gpt", "replicas").items():
-        assert is_within(CLOSE, results), (case, results)
+def test_a_convolution_net_trains_as_in_eager(tmp_path):
+    ((_, results),) = run(tmp_path, "replicas").items()
+    assert is_within(CLOSE, results), results
+
+
+def test_a_transformer_has_the_gradients_of_eager(tmp_path):
+    ((_, results),) = run(tmp_path, "first_gradients gpt").items()
+    assert is_within(CLOSE, results), results
 
 
 def test_what_is_read_before_its_wait_shows(tmp_path):
