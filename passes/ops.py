@@ -329,6 +329,11 @@ def is_tangent(node: torch.fx.Node) -> bool:
     return "tangents" in str(node.target)
 
 
+def is_generator(node: torch.fx.Node) -> bool:
+    """A state of a GPU's generator: both graphs take one for each random operator that is computed again."""
+    return isinstance(node.meta.get("val"), torch.Generator)
+
+
 def bucket_of_unit(unit: str, kind: str = "") -> str:
     """The name of a unit's bucket: `layers.0`, or `layers.0/bf16.frozen` where the unit has several.
 

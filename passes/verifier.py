@@ -102,7 +102,7 @@ def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
     """Raise `VerifyError` unless
 
     1. nothing that follows from full parameters alone is saved for the backward, except for parameters that are kept;
-    2. the forward saves as many values as the backward takes, tangents aside;
+    2. the forward saves as many values as the backward takes, tangents and generators aside;
     3. the gradient of a shard has the shard's size.
     """
     graph = forward.graph
@@ -113,7 +113,8 @@ def verify_crossing(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
     for node in saved:
         is_kept = ops.is_call(node, ops.UNSHARD) and ops.argument(node, "parameter") in kept
         _require(node not in full or is_kept, "is full and saved for the backward, but not kept", node)
-    num_taken = len([node for node in analysis.inputs(backward.graph) if not ops.is_tangent(node)])
+    taken = [node for node in analysis.inputs(backward.graph) if not ops.is_tangent(node)]
+    num_taken = len([node for node in taken if not ops.is_generator(node)])
     if len(saved) != num_taken:
         raise VerifyError(f"the forward saves {len(saved)} values, the backward takes {num_taken}")
     shards = {ops.argument(node, "shard") for node in unshards}

@@ -98,7 +98,7 @@ def memory_of(work: Work, *, optimizer_bytes: int = 0, reduction_workspace: floa
 
 def received_by_backward(forward: torch.fx.Graph, backward: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
     """The values that the forward saves, and the inputs of the backward that receive them."""
-    received = [node for node in analysis.inputs(backward) if not ops.is_tangent(node)]
+    received = [node for node in analysis.inputs(backward) if not ops.is_tangent(node) and not ops.is_generator(node)]
     sent = analysis.outputs(forward)
     saved = sent[len(sent) - len(received) :]
     saved.sort(key=lambda node: bool(extents(node.meta.get("val"))))  # the backward takes sizes first

@@ -1,7 +1,8 @@
-"""Runs a module as on a machine with a GPU: `python -P launch.py GPU MODULE [ARGUMENT ...]`.
+"""Runs a module as on a machine with a GPU: `python -P launch.py [--run] GPU MODULE [ARGUMENT ...]`.
 
 torch looks for CUDA once, while it is imported. So this is a script of its own, run by its path. It imports nothing of
 the package before it has loaded the library of device.cpp into the process.
+With `--run`, Triton is imported as its interpreter, and compiled graphs run (run.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ SOURCE = Path(__file__).with_name("device.cpp")
 
 
 def main() -> None:
-    gpu, module, *arguments = sys.argv[1:]
+    runs = sys.argv[1] == "--run"
+    gpu, module, *arguments = sys.argv[1 + runs :]
+    if runs:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it while it is imported
     found = find_spec("torch")
     if found is None or not found.submodule_search_locations:
         sys.exit("error: torch is not installed")
@@ -34,6 +38,10 @@ def main() -> None:
     from fsdp_compile.emulation import device
 
     device.emulate(gpu)
+    if runs:
+        from fsdp_compile.emulation import run
+
+        run.install()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -1,0 +1,79 @@
+"""The program of a GPU, run on two ranks of the CPU, trains as the eager model. cases.py has what a rank does."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsdp_compile
+
+pytest.importorskip("triton", reason="kernels of a GPU run in Triton's interpreter: pip install triton")
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = Path(fsdp_compile.__file__).parent / "emulation/launch.py"
+RANKS = 2
+CLOSE = 1e-5
+
+
+def run(tmp_path, *cases):
+    """What each case found on the ranks, by its name."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(RANKS):
+        arguments = [str(rank), str(RANKS), str(tmp_path / "store"), *cases]
+        found = [sys.executable, "-P", str(LAUNCH), "--run", "h100", "tests.emulation.on_rank", *arguments]
+        with (tmp_path / f"rank{rank}").open("w") as output:
+            processes.append(subprocess.Popen(found, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        for process in processes:
+            process.wait(timeout=300)
+    finally:
+        for process in processes:
+            process.kill()
+    return {case: [_found(tmp_path / f"rank{rank}", case) for rank in range(RANKS)] for case in cases}
+
+
+def _found(output, case):
+    lines = output.read_text().splitlines()
+    results = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
+    for result in results:
+        if result.pop("case") == case and "error" not in result:
+            assert result.pop("kernels") > 0
+            del result["seconds"]
+            return result
+    raise AssertionError(f"{case}: {output}\n" + "\n".join(lines[-40:]))
+
+
+def is_within(tolerance, results):
+    return all(value <= tolerance for result in results for value in result.values())
+
+
+def test_small_models_train_as_in_eager(tmp_path):
+    cases = ["trained odd_mlp", "packed odd_mlp", "poisoned odd_mlp", "trained adapted", "accumulated odd_mlp"]
+    for case, results in run(tmp_path, *cases).items():
+        assert is_within(CLOSE, results), (case, results)
+
+
+def test_a_convolution_net_trains_as_in_eager(tmp_path):
+    ((_, results),) = run(tmp_path, "replicas").items()
+    assert is_within(CLOSE, results), results
+
+
+def test_a_transformer_has_the_gradients_of_eager(tmp_path):
+    ((_, results),) = run(tmp_path, "first_gradients gpt").items()
+    assert is_within(CLOSE, results), results
+
+
+def test_what_is_read_before_its_wait_shows(tmp_path):
+    ((_, results),) = run(tmp_path, "without_waits odd_mlp").items()
+    assert all(math.isnan(value) for result in results for value in result.values())
+
+
+def test_a_kernel_that_is_not_run_shows(tmp_path):
+    ((_, results),) = run(tmp_path, "without_a_kernel odd_mlp").items()
+    assert not is_within(1e-3, results)
