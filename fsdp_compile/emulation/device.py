@@ -18,6 +18,25 @@ from ..errors import ConfigError
 from .gpus import GPUS, Gpu
 
 
+class _Generator(torch.Generator):
+    """The GPU's generator, from which nothing is drawn.
+
+    A recomputed operator that may be random has to find it as the forward did, and takes it along: attention, for its
+    dropout, which attention.py refuses.
+    """
+
+    device = torch.device("cuda", 0)
+
+    def clone_state(self) -> _Generator:
+        return _Generator()
+
+    def graphsafe_get_state(self) -> _Generator:
+        return self
+
+    def graphsafe_set_state(self, state: torch.Generator) -> _Generator:
+        return self
+
+
 def emulate(name: str) -> None:
     """From here on, this process has the GPU of this name, which computes nothing.
 
@@ -47,6 +66,7 @@ def _answer_for_torch(gpu: Gpu) -> None:
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device="cuda": None,
         "is_bf16_supported": lambda including_emulation=True: gpu.major >= 8,
+        "default_generators": (_Generator(),),
         "_get_device_properties": lambda device: gpu,
         "_lazy_init": lambda: None,
         "_exchange_device": lambda device: 0,

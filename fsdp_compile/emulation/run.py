@@ -29,25 +29,6 @@ from . import attention, collectives, libdevice
 _CUDA = torch.device("cuda", 0)
 
 
-class _Generator(torch.Generator):
-    """The GPU's generator, from which nothing is drawn.
-
-    A recomputed operator that may be random has to find it as the forward did, and takes it along: attention, for its
-    dropout, which attention.py refuses.
-    """
-
-    device = _CUDA
-
-    def clone_state(self) -> _Generator:
-        return _Generator()
-
-    def graphsafe_get_state(self) -> _Generator:
-        return self
-
-    def graphsafe_set_state(self, state: torch.Generator) -> _Generator:
-        return self
-
-
 def install() -> None:
     """From here on, what this process compiles are programs of the emulated GPU, which run.
 
@@ -57,7 +38,6 @@ def install() -> None:
         (capture, "compile_fx", _compile_for_cuda),
         (torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided),
         (torch.cuda, "set_device", lambda device: None),
-        (torch.cuda, "default_generators", (_Generator(),)),
         (torch._inductor.config, "compile_threads", 1),
         (torch._inductor.config, "fx_graph_cache", False),
         (torch._inductor.config, "joint_graph_constant_folding", False),  # it would compute constants on the device

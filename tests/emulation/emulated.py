@@ -9,12 +9,16 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
+from fsdp_compile.costs import predict
+from fsdp_compile.costs.hardware import find_hardware
 from fsdp_compile.emulation import checks
 from fsdp_compile.emulation.build import build
 from fsdp_compile.emulation.memory import bytes_at_steps, peak_bytes
 from fsdp_compile.emulation.wrapper import steps_of
 from fsdp_compile.options import Options
+from fsdp_compile.passes import ops
 from tests import models
+from tests.costs.test_memory import Attention, Checkpointed
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PROGRAMS = {
@@ -60,6 +64,16 @@ def test_inference_keeps_its_schedule():
     with torch.no_grad():
         built = build(made.to("meta"), tuple(inputs), {}, Options(collective_lowering="grouped"), 4)
     assert len(built.halves) == 1 and checks.check(built) == []
+
+
+def test_attention_that_is_computed_again_takes_the_state_of_a_generator_along():
+    torch._dynamo.reset()
+    model = Checkpointed(first=Attention(), second=Attention()).to("meta")
+    built = build(model, (torch.randn(5, 3, 8, device="meta"),), {}, Options(collective_lowering="grouped"), 2)
+    states = [node for node in built.graphs.backward.graph.nodes if ops.is_generator(node)]
+    assert len(built.halves) == 2 and states
+    assert checks.check(built) == []
+    predict(built.graphs, find_hardware("h100"))
 
 
 def broken(name, half, pattern, replacement, check):
