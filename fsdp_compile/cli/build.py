@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _LAUNCH = Path(__file__).parents[1] / "emulation/launch.py"
-GPUS = ("a100", "h100", "h200", "b200")  # those of emulation/gpus.py
+GPUS = ("a100-40", "a100-80", "h100", "h200", "b200")  # those of emulation/gpus.py
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -41,7 +41,8 @@ class Gpu:
 
 
 GPUS = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 0, 108, 80 * _GIB, 40 * _MIB, 163 * _KIB, 164 * _KIB),
+    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 8, 0, 108, 40 * _GIB, 40 * _MIB, 163 * _KIB, 164 * _KIB),
+    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 8, 0, 108, 80 * _GIB, 40 * _MIB, 163 * _KIB, 164 * _KIB),
     "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 0, 132, 80 * _GIB, 50 * _MIB, 227 * _KIB, 228 * _KIB),
     "h200": Gpu("NVIDIA H200", 9, 0, 132, 140 * _GIB, 50 * _MIB, 227 * _KIB, 228 * _KIB),
     "b200": Gpu("NVIDIA B200", 10, 0, 148, 179 * _GIB, 126 * _MIB, 227 * _KIB, 228 * _KIB),

@@ -40,7 +40,7 @@ def inputs(batch, seq):
 """
 
 
-@pytest.mark.parametrize("gpu", ["a100", "b200"])
+@pytest.mark.parametrize("gpu", ["a100-80", "b200"])
 def test_build_writes_the_program_of_a_gpu(gpu, tmp_path):
     (tmp_path / "net.py").write_text(MODEL)
     command = [sys.executable, "-m", "fsdp_compile", "build", f"{tmp_path}/net.py:model", "--gpus", "4", "--seq", "8"]
@@ -68,4 +68,4 @@ def test_build_says_what_is_wrong_with_its_arguments(arguments, error, tmp_path)
 
 def test_a_gpu_that_is_not_described_is_refused():
     found = run(sys.executable, "-P", str(LAUNCH), "riva128", "pytest")
-    assert found.returncode == 1 and "no GPU 'riva128' is described: one of a100, h100" in found.stderr
+    assert found.returncode == 1 and "no GPU 'riva128' is described: one of a100-40, a100-80, h100" in found.stderr
