@@ -24,7 +24,6 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 PROGRAMS = {
     "grouped": ("gpt", {"collective_lowering": "grouped"}, 4),
     "packed": ("gpt", {"collective_lowering": "packed"}, 4),
-    "no prefetch": ("gpt", {"forward_prefetch": 0, "backward_prefetch": 0, "collective_lowering": "grouped"}, 4),
     "prefetch 2": ("gpt", {"forward_prefetch": 2, "backward_prefetch": 2, "collective_lowering": "grouped"}, 4),
     "mixed": ("gpt", {"mp_policy": MIXED, "collective_lowering": "grouped"}, 4),
     "mixed packed": ("gpt", {"mp_policy": MIXED, "collective_lowering": "packed"}, 4),
@@ -36,8 +35,6 @@ PROGRAMS = {
     ),
     "planned": ("odd_mlp", {"hardware": "h100", "collective_lowering": "grouped"}, 4),
     "convolutions": ("conv_net", {"collective_lowering": "grouped"}, 4),
-    "odd parameters": ("odd_parameters", {"collective_lowering": "grouped"}, 4),
-    "adapted": ("adapted", {"collective_lowering": "grouped"}, 4),
 }
 
 

@@ -40,7 +40,7 @@ def inputs(batch, seq):
 """
 
 
-@pytest.mark.parametrize("gpu", ["a100-80", "b200"])
+@pytest.mark.parametrize("gpu", ["b200"])
 def test_build_writes_the_program_of_a_gpu(gpu, tmp_path):
     (tmp_path / "net.py").write_text(MODEL)
     command = [sys.executable, "-m", "fsdp_compile", "build", f"{tmp_path}/net.py:model", "--gpus", "4", "--seq", "8"]
@@ -55,15 +55,10 @@ def test_build_writes_the_program_of_a_gpu(gpu, tmp_path):
     assert "every check holds" in found.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [(("net.py:nothing",), "no function 'nothing'"), (("net.py:model", "--inputs", "none"), "no function 'none'")],
-)
-def test_build_says_what_is_wrong_with_its_arguments(arguments, error, tmp_path):
+def test_build_says_what_is_wrong_with_its_arguments(tmp_path):
     (tmp_path / "net.py").write_text(MODEL)
-    path, *others = arguments
-    found = run(sys.executable, "-m", "fsdp_compile", "build", f"{tmp_path}/{path}", *others)
-    assert found.returncode == 1 and error in found.stderr
+    found = run(sys.executable, "-m", "fsdp_compile", "build", f"{tmp_path}/net.py:nothing")
+    assert found.returncode == 1 and "no function 'nothing'" in found.stderr
 
 
 def test_a_gpu_that_is_not_described_is_refused():
