@@ -57,6 +57,20 @@ class Regression(nn.Module):
         return torch.randn(batch, self.width, generator=generator), torch.randn(batch, 1, generator=generator)
 
 
+class ScaledInBackward(torch.autograd.Function):
+    """The identity, whose backward multiplies a buffer by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: Tensor, factor: float) -> Tensor:
+        ctx.buffer, ctx.factor = buffer, factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.buffer.mul_(ctx.factor)
+        return gradient, None, None
+
+
 class OddMlp(Regression):
     """7, 15 and 3 rows: no world size divides them, and four ranks do not all get one of the three."""
 

@@ -19,7 +19,7 @@ from tests.distributed.training import (
     saved_and_loaded,
     sgd,
 )
-from tests.models import ConvNet, OddMlp, Regression, made
+from tests.models import ConvNet, OddMlp, Regression, ScaledInBackward, made
 from tests.ranks import on_ranks
 
 
@@ -218,20 +218,6 @@ class PenalisedTied(Regression):
         return F.mse_loss(x.sum(1, keepdim=True), target) + 0.1 * penalty
 
 
-class Halving(torch.autograd.Function):
-    """The identity, whose backward halves a buffer."""
-
-    @staticmethod
-    def forward(ctx, x, buffer):
-        ctx.buffer = buffer
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.buffer.mul_(0.5)
-        return gradient, None
-
-
 class WritesBuffers(Regression):
     """Buffers that are written and then used: a counter, an average without bias, rows, one computed from another, one
     that the backward writes to as well.
@@ -255,7 +241,7 @@ class WritesBuffers(Regression):
         self.rows[0] += self.mean
         self.rows[:, :2] = self.scale
         x = before + torch.tanh(x * self.mean / (1 - 0.9 ** self.count.float()))
-        x = Halving.apply(x, self.scale) * self.scale.clone()
+        x = ScaledInBackward.apply(x, self.scale, 0.5) * self.scale.clone()
         return F.mse_loss(self.head(torch.tanh(x @ self.rows.t() @ self.rows / 20)), target)
 
 

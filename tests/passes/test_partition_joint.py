@@ -11,6 +11,7 @@ from fsdp_compile.passes.halves import Halves, Unshard, _save_early
 from fsdp_compile.passes.merge_gradients import MergeGradients
 from fsdp_compile.passes.metadata import Part
 from fsdp_compile.passes.partition_joint import Crossing, PartitionJoint
+from tests.models import ScaledInBackward
 from tests.passes.tiny import Checkpointed, linear, rows, three_layers, two_layers, two_products
 from tests.passes.tracing import Drawing, Pictures, trace
 
@@ -91,25 +92,11 @@ class Counts(nn.Module):
         return x * before * self.count
 
 
-class WrittenTwice(torch.autograd.Function):
-    """The identity, whose backward writes to a buffer."""
-
-    @staticmethod
-    def forward(ctx, x, buffer):
-        ctx.buffer = buffer
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.buffer.mul_(2)
-        return gradient, None
-
-
 class CountsBackwards(Counts):
     def forward(self, x):
         x = self.mix(x) * self.rows.neg()[0]
         self.rows += 1
-        return WrittenTwice.apply(x, self.rows)
+        return ScaledInBackward.apply(x, self.rows, 2)
 
 
 def last_line(graph):
