@@ -325,20 +325,6 @@ forward
   add                                                               96""",
         )
 
-    def test_a_gather_without_a_wait_is_refused(self):
-        drawing = Drawing()
-        shard = drawing.input("shard", 8)
-        pending = drawing.gather(shard, "up")
-        graph = drawing.returns(pending)
-        self.assertExpectedInline(
-            self.assert_raises(PassError, graph.then, PrefetchAllGather()),
-            """\
-up.pending needs one wait
-  up: f32[8], an input
-> up.pending: f32[16] = fsdp.all_gather(up)
-  return [up.pending]""",
-        )
-
     def test_a_gather_with_two_waits_is_refused(self):
         drawing = Drawing()
         pending = drawing.gather(drawing.input("shard", 8), "up")
