@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..costs.hardware import HARDWARE
+
 _LAUNCH = Path(__file__).parents[1] / "emulation/launch.py"
-GPUS = ("a100-40", "a100-80", "h100", "h200", "b200")  # those of emulation/gpus.py
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -39,7 +40,7 @@ def add_build(commands: Any) -> None:
     build.add_argument("--lowering", default="grouped", choices=["grouped", "packed"], help="(default: grouped)")
     build.add_argument("--param-dtype", choices=DTYPES, help="what parameters are gathered in (default: their own)")
     build.add_argument("--reduce-dtype", choices=DTYPES, help="what gradients are reduced in (default: as gathered)")
-    build.add_argument("--hardware", default="h100", choices=GPUS, help="(default: h100)")
+    build.add_argument("--hardware", default="h100", choices=list(HARDWARE), help="(default: h100)")
     build.add_argument("--out", default="build/gpu", metavar="DIRECTORY", help="(default: build/gpu)")
     build.set_defaults(run=run)
 

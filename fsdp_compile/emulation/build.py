@@ -59,10 +59,6 @@ class Program:
 
 
 _SETTINGS: dict[str, Any] = {
-    "compile_threads": 1,  # others would be processes without the emulation
-    "fx_graph_cache": False,
-    "joint_graph_constant_folding": False,  # it would compute constants on the device
-    "shape_padding": False,  # it would measure what pays
     "profile_bandwidth": True,  # kernels say how many bytes they move
     "triton.unique_kernel_names": True,
     "use_static_cuda_launcher": False,  # which forgets how a kernel was compiled

@@ -13,6 +13,7 @@ import torch._inductor.fx_passes.fuse_attention as fuse_attention
 import torch._inductor.runtime.triton_helpers as triton_helpers
 import torch._inductor.runtime.triton_heuristics as triton_heuristics
 from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import config
 
 from ..errors import ConfigError
 from .gpus import GPUS, Gpu
@@ -106,7 +107,17 @@ def _answer_for_triton(gpu: Gpu) -> None:
     triton_helpers.set_driver_to_gpu = lambda: None  # it would look for libcuda
 
 
+_SETTINGS = {
+    "compile_threads": 1,  # others would be processes without the emulation
+    "fx_graph_cache": False,
+    "joint_graph_constant_folding": False,  # it would compute constants on the device
+    "shape_padding": False,  # it would measure whether a padded matmul is faster
+}
+
+
 def _answer_for_inductor() -> None:
+    for name, value in _SETTINGS.items():
+        setattr(config, name, value)
     # Kernels are compiled to the last step, and not loaded: that takes a device.
     triton_heuristics.CachingAutotuner._make_launchers = _launch_nothing  # type: ignore[method-assign]
     # The patterns of attention are traced on the device that there is; the CPU's are the same.

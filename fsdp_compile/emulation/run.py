@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch._functorch._aot_autograd.utils import _GRAPHSAFE_RNG_DEVICE_TYPES
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import compile_fx
@@ -38,10 +37,6 @@ def install() -> None:
         (capture, "compile_fx", _compile_for_cuda),
         (torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided),
         (torch.cuda, "set_device", lambda device: None),
-        (torch._inductor.config, "compile_threads", 1),
-        (torch._inductor.config, "fx_graph_cache", False),
-        (torch._inductor.config, "joint_graph_constant_folding", False),  # it would compute constants on the device
-        (torch._inductor.config, "shape_padding", False),  # it would measure whether a padded matmul is faster
     ]
     for owner, name, value in replaced:
         setattr(owner, name, value)
