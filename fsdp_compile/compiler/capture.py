@@ -2,7 +2,7 @@
 
 `compile_fx` brings a Dynamo graph to a joint graph, runs Inductor's passes on it, and hands it to our partitioner,
 which runs the pipeline and returns forward and backward in schedule order; then it compiles each. Private torch API, as
-of torch 2.11 to 2.13: `compile_fx` and its `inner_compile` hook, `custom_partitioner_fn`, Inductor's configuration,
+of torch 2.11 to 2.15: `compile_fx` and its `inner_compile` hook, `custom_partitioner_fn`, Inductor's configuration,
 `boxed_nop`, and how a module calls its compiled form.
 """
 

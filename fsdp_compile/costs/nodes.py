@@ -34,7 +34,7 @@ Compiler = Literal["inductor", "aot_eager", "eager"]
 torch without any graph, one for each operator before it was decomposed."""
 
 _ATEN = torch.ops.aten
-# Models on the meta device are traced as for the CPU, whose attention torch (2.11 to 2.13) has no formula for.
+# Models on the meta device are traced as for the CPU, whose attention torch (2.11 to 2.15) has no formula for.
 _SAME_FLOPS = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,

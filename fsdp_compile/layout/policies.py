@@ -19,7 +19,7 @@ def run_policy(policy: ModuleWrapPolicy | CustomPolicy, model: nn.Module) -> set
         if not callable(policy._lambda_fn):
             raise ConfigError(f"auto_wrap_policy: a CustomPolicy calls a function, not {policy._lambda_fn!r}")
         check_call("auto_wrap_policy", policy._lambda_fn, "module")
-    try:  # `_lambda_fn` and `_run_policy` as of torch 2.11 to 2.13
+    try:  # `_lambda_fn` and `_run_policy` as of torch 2.11 to 2.15
         arguments_of_module = policy._run_policy(model, ignored_modules=set(), root_kwargs={})
     except ValueError as e:
         raise ConfigError(f"auto_wrap_policy: {e}") from e

@@ -52,7 +52,7 @@ _HEARS = 4.0
 """Seconds between two times that a rank which waits for others asks for news."""
 
 _LOST = "Connection closed by peer", "Connection reset by peer"
-"""What gloo says (torch 2.11 to 2.13) when another process is gone."""
+"""What gloo says (torch 2.11 to 2.15) when another process is gone."""
 
 _LATE = "Timed out waiting"
 """What gloo says when a message does not come within the time limit of its group."""
@@ -68,7 +68,7 @@ def agreement_of(mesh: DeviceMesh | None) -> Agreement | None:
     """Between the ranks of a mesh, for all models on them; None where there is nobody else."""
     if mesh is None or dist.get_backend(mesh.get_group(0)) == "fake":
         return None
-    with unset_fake_temporarily():  # of the compilation that asks; private as of torch 2.11 to 2.13
+    with unset_fake_temporarily():  # of the compilation that asks; private as of torch 2.11 to 2.15
         ranks = tuple(mesh.mesh.flatten().tolist())
     known = _agreements.setdefault(dist.group.WORLD, {})
     if ranks not in known:

@@ -81,7 +81,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 def _norm_on_this_rank(parameters: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     norms = [torch.zeros(1, dtype=_WIDE, device=device)]  # a rank may hold no gradient
     for (_, dtype), locals_ in _gradients(parameters).items():
-        # Norms of half-precision gradients are float32; `_foreach_norm` is private as of torch 2.11 to 2.13.
+        # Norms of half-precision gradients are float32; `_foreach_norm` is private as of torch 2.11 to 2.15.
         computed = torch._foreach_norm(locals_, norm_type, dtype=torch.promote_types(dtype, torch.float32))
         norms.append(torch.stack(computed).to(device, _WIDE))
     norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)

@@ -13,7 +13,7 @@ from .agreement import Agreement, agreement_of
 from .gloo import overlapping_group
 from .places import at, outside_of_graphs
 
-_c10d = torch.ops._c10d_functional  # private, as of torch 2.11 to 2.13
+_c10d = torch.ops._c10d_functional  # private, as of torch 2.11 to 2.15
 
 
 def running_alone(what: str, agreement: Agreement | None, *groups: str) -> AbstractContextManager[None]:

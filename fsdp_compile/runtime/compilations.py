@@ -1,6 +1,6 @@
 """Compilations: how often Dynamo broke the graph of a model or compiled it again, and why.
 
-Both make steps slow in silence. The counters that are read are private, as of torch 2.11 to 2.13.
+Both make steps slow in silence. The counters that are read are private, as of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class FlatShard:
 def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     """What autograd does at a leaf, for one it never sees: gradient hooks, accumulation, hooks after it.
 
-    The hooks' attributes are private, as of torch 2.11 to 2.13.
+    The hooks' attributes are private, as of torch 2.11 to 2.15.
     """
     for hook in list((parameter._backward_hooks or {}).values()):
         replaced = hook(gradient)

@@ -1,7 +1,7 @@
 """Which results of a compiled graph got a gradient: what autograd knows, and AOTAutograd fills up with zeros.
 
 A hook before the backward's node sees the gradients as they are. Which of them belongs to which result, the edges of
-autograd say, behind the first forward. Private, as of torch 2.11 to 2.13: `_current_autograd_node`.
+autograd say, behind the first forward. Private, as of torch 2.11 to 2.15: `_current_autograd_node`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def overlapping_group(group: dist.ProcessGroup, device_type: str) -> dist.Proces
     Every rank of the group calls this.
 
     The new group is known by its name only, not to `torch.distributed`: that names groups by how many a rank knows, so
-    that ranks which know different numbers of groups never find each other. Private, as of torch 2.11 to 2.13: how a
+    that ranks which know different numbers of groups never find each other. Private, as of torch 2.11 to 2.15: how a
     `ProcessGroup` is put together, the options of `ProcessGroupGloo`.
     """
     backend: Any = group._get_backend(torch.device(device_type))
@@ -56,7 +56,7 @@ def close(name: Any) -> None:
 def _disconnect(made: dist.ProcessGroup) -> None:
     """Close the connections of a group of gloo, as it does itself when a message has not come within its time limit.
 
-    `abort` does nothing for gloo as of torch 2.11 to 2.13, and what waits in the group keeps it alive.
+    `abort` does nothing for gloo as of torch 2.11 to 2.15, and what waits in the group keeps it alive.
     """
     backend: Any = made._get_backend(made._device_types[0])
     for tag in range(len(backend.options._devices)):  # a message with this tag goes through this device

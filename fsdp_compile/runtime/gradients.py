@@ -22,7 +22,7 @@ from .modules import not_captured
 
 @not_captured
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread (private, as of torch 2.11 to 2.13)."""
+    """Whether autograd is running a backward on this thread (private, as of torch 2.11 to 2.15)."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -106,7 +106,7 @@ def groups_over(shards: Iterable[FlatShard]) -> list[str]:
 def watch_whole(sharding: Shards) -> None:
     """With a single rank, before a forward: gradients of whole parameters are divided and checked as those of shards.
 
-    Nothing else sees them. What divides comes before the user's hooks (private, as of torch 2.11 to 2.13).
+    Nothing else sees them. What divides comes before the user's hooks (private, as of torch 2.11 to 2.15).
     """
 
     def divide(gradient: torch.Tensor) -> torch.Tensor:

@@ -70,9 +70,8 @@ def resolve_mesh(
     elif process_group is not None:
         resolved = _mesh_of_pair(_listed(process_group), mesh_type)
     elif resolved is None and strategy in _HYBRID:
-        resolved = init_device_mesh(
-            mesh_type, _nodes_and_ranks(local_world_size), mesh_dim_names=("replicate", "shard")
-        )
+        nodes = torch.arange(dist.get_world_size()).view(_nodes_and_ranks(local_world_size))
+        resolved = mesh_over(nodes.tolist(), mesh_type, ("replicate", "shard"))
     elif resolved is None:
         resolved = init_device_mesh(mesh_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     return resolved if resolved.size() > 1 else None
@@ -152,7 +151,7 @@ def _mesh_device_type(device: torch.device) -> str:
 def _check_backend(group: Any, device: torch.device) -> None:
     if device.type == "meta":
         return
-    served = [str(found.type) for found in group._device_types]  # private as of torch 2.11 to 2.13
+    served = [str(found.type) for found in group._device_types]  # private as of torch 2.11 to 2.15
     if device.type not in served:
         raise ConfigError(
             f"the model is on {device}, but its process group ({dist.get_backend(group)}) serves {served} only: "
@@ -163,8 +162,10 @@ def _check_backend(group: Any, device: torch.device) -> None:
 def mesh_over(ranks: list[Any], device_type: str, dim_names: tuple[str, ...] | None) -> DeviceMesh:
     """The mesh over these ranks, nested as its dimensions are; called by all of them at the same time."""
     mesh = torch.tensor(ranks, dtype=torch.int)
-    if mesh.flatten().tolist() == list(range(dist.get_world_size())):
-        return init_device_mesh(device_type, tuple(mesh.shape), mesh_dim_names=dim_names)
+    if mesh.flatten().tolist() == list(range(dist.get_world_size())):  # chooses a GPU where the rank has not
+        everyone = init_device_mesh(device_type, (mesh.numel(),), mesh_dim_names=dim_names if mesh.ndim == 1 else None)
+        if mesh.ndim == 1:
+            return everyone
     coordinate = (mesh == dist.get_rank()).nonzero()[0].tolist()
     groups = []
     for dim in range(mesh.ndim):  # each group is made by its own ranks: others may load something else
@@ -172,32 +173,41 @@ def mesh_over(ranks: list[Any], device_type: str, dim_names: tuple[str, ...] | N
         groups.append(_group_of(row.tolist()))
     if mesh.ndim == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=dim_names)
-    return DeviceMesh.from_group(groups, device_type, mesh=mesh, mesh_dim_names=dim_names)
+    names = dim_names or ("replicate", "shard")
+    return DeviceMesh.from_group(groups, device_type, mesh=mesh, mesh_dim_names=names)
 
 
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:
     """The group of these ranks; they alone call this, all of them at the same time.
 
     `dist.new_group` does that too, but names the group by how many groups a rank knows, and ranks that know different
-    numbers of them wait for each other for ever. Private, as of torch 2.11 to 2.13: what that is made of.
+    numbers of them wait for each other for ever. Private, as of torch 2.11 to 2.15: what that is made of.
     """
+    everyone: Any = dist.group.WORLD
+    if ranks == list(range(everyone.size())):
+        return everyone  # type: ignore[no-any-return]
     name: Any = "fsdp_compile/" + "_".join(map(str, ranks))
     world: Any = distributed_c10d._world
     for group, known in world.pg_names.items():
         if known == name:
             return group  # type: ignore[no-any-return]
-    backend, store = world.pg_map[dist.group.WORLD]
+    backend, store = world.pg_map[everyone]
     timeout = distributed_c10d._get_default_timeout(backend)
     rank_in_group = {rank: index for index, rank in enumerate(ranks)}
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks), rank_in_group[dist.get_rank()], ranks, backend, store, name, timeout=timeout
-    )
+    # With a device bound to the group of all ranks, NCCL would split that group, for which all ranks must call.
+    device, everyone.bound_device_id = everyone.bound_device_id, None
+    try:
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks), rank_in_group[dist.get_rank()], ranks, backend, store, name, timeout=timeout
+        )
+    finally:
+        everyone.bound_device_id = device
     world.pg_group_ranks[group] = rank_in_group
     return group  # type: ignore[no-any-return]
 
 
 def axes_of(mesh: DeviceMesh, strategy: ShardingStrategy, *, has_scalars: bool) -> Axes:
-    """The axes of a mesh of one or two dimensions. The group of all ranks is made only where something needs it."""
+    """The axes of a mesh of one or two dimensions. The group of all its ranks is made only where something needs it."""
     axes = [_axis(mesh, dim) for dim in range(mesh.ndim)]
     is_replicated = strategy is ShardingStrategy.NO_SHARD
     everyone = _whole_mesh(mesh) if has_scalars or is_replicated else Axis(mesh.size(), "")
@@ -207,8 +217,9 @@ def axes_of(mesh: DeviceMesh, strategy: ShardingStrategy, *, has_scalars: bool) 
 
 
 def _whole_mesh(mesh: DeviceMesh) -> Axis:
-    """One axis of all ranks of the mesh (`DeviceMesh._flatten` is private as of torch 2.11 to 2.13)."""
-    return _axis(mesh if mesh.ndim == 1 else mesh._flatten("fsdp_whole_mesh"), 0)
+    if mesh.ndim == 1:
+        return _axis(mesh, 0)
+    return Axis(mesh.size(), _name(_group_of(mesh.mesh.flatten().tolist()), mesh))
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> Axis:

@@ -1,6 +1,6 @@
 """What Inductor has to be told, so that the code it generates runs as scheduled.
 
-Its scheduler and its lowerings are private; what is used of them here is as of torch 2.11 to 2.13.
+Its scheduler and its lowerings are private; what is used of them here is as of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

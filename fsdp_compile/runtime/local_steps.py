@@ -6,7 +6,7 @@ layers, and on a GPU in the few kernels that torch has for lists of plain tensor
 next to each other in memory, and so do those of their gradients: a run of small ones is one tensor for the optimizer,
 and their states are moved next to each other. What users see, states included, are DTensors of each parameter.
 
-Private torch API, as of torch 2.11 to 2.13: `_init_group`, with which these optimizers collect what a step works on,
+Private torch API, as of torch 2.11 to 2.15: `_init_group`, with which these optimizers collect what a step works on,
 and where an optimizer keeps its hooks.
 """
 

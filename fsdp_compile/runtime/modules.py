@@ -1,6 +1,6 @@
 """What must be known of torch's modules: where a call of one begins, and where recurrent ones keep their weights.
 
-`_compiled_call_impl`, `_call_impl`, `skip_code` and what is used of `RNNBase` are private, as of torch 2.11 to 2.13.
+`_compiled_call_impl`, `_call_impl`, `skip_code` and what is used of `RNNBase` are private, as of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

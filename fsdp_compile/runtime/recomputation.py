@@ -4,7 +4,7 @@
 runs between them, while the backward recomputes the module in eager, with other values to save. So the hooks give way
 to `torch.utils.checkpoint` around the module's forward, which is traced, and recomputed within the compiled backward.
 
-What the hooks belong to and close over is private, as of torch 2.11 to 2.13.
+What the hooks belong to and close over is private, as of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

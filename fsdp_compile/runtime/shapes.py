@@ -1,6 +1,6 @@
 """Shapes: what symbolic sizes are, and were when they were traced.
 
-Private torch API, as of 2.11 to 2.13: `SymNode.hint`, `SymNode.expr`.
+Private torch API, as of 2.11 to 2.15: `SymNode.hint`, `SymNode.expr`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def shard_placements(mesh: DeviceMesh, layout: Layout) -> list[Placement]:
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part, without autograd (`DTensor.to_local` costs an autograd node; private as of 2.11 to 2.13)."""
+    """This rank's part, without autograd (`DTensor.to_local` costs an autograd node; private as of 2.11 to 2.15)."""
     local: torch.Tensor = parameter._local_tensor  # type: ignore[attr-defined]
     return local
 
@@ -38,7 +38,7 @@ def sharded_tensor(
 ) -> DTensor:
     """A DTensor around this rank's part as it is.
 
-    `DTensor.from_local` would move what is offloaded to the mesh's device. Specs are private, as of torch 2.11 to 2.13.
+    `DTensor.from_local` would move what is offloaded to the mesh's device. Specs are private, as of torch 2.11 to 2.15.
     """
     strides = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), strides, local.dtype)

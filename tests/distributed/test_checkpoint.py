@@ -161,7 +161,7 @@ def test_a_full_state_goes_to_rank_0_and_comes_back_from_it(world_size, name):
 @on_ranks(3)
 def test_a_model_made_on_the_meta_device_is_filled_from_rank_0(world_size):
     expected = build("odd_parameters")
-    # torch 2.11 to 2.13 broadcast the memory of a tensor that is not contiguous, into FSDP2's models too.
+    # torch 2.11 to 2.15 broadcast the memory of a tensor that is not contiguous, into FSDP2's models too.
     state = {name: value.contiguous() for name, value in expected.state_dict().items()} if dist.get_rank() == 0 else {}
     with torch.device("meta"):
         model = build("odd_parameters")

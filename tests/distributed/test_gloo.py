@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile.runtime.gloo import TOGETHER, overlapping_group
 from fsdp_compile.runtime.groups import mesh_over
@@ -100,12 +102,42 @@ def test_both_axes_of_a_mesh_have_a_direct_group(world_size):
 
 @on_ranks(4)
 def test_ranks_that_know_different_numbers_of_groups_find_each_other(world_size):
+    mesh = hybrid_mesh()
     if dist.get_rank() == 1:
         dist.new_group([1], use_local_synchronization=True)
-    for options in ({"mesh": hybrid_mesh()}, {"reshard_after_forward": 2}):
-        assert_trains_as(compiled(build("odd_mlp"), **options), build("odd_mlp"), range(2), sgd)
+    for options in (
+        {"mesh": mesh},
+        {"mesh": mesh, "sharding_strategy": ShardingStrategy.NO_SHARD},
+        {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+        {"reshard_after_forward": 2},
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_WORLD_SIZE", "2")
+            model = compiled(build("odd_mlp"), **options)
+        assert_trains_as(model, build("odd_mlp"), range(2), sgd)
 
+    assert mesh_over([[0, 1], [2, 3]], "cpu", ("replicate", "shard")) == mesh
     row = mesh_over([[0, 1], [2, 3]][dist.get_rank() // 2], "cpu", None)
     total = torch.tensor([dist.get_rank()])
     dist.all_reduce(total, group=row.get_group())
     assert int(total) == [1, 5][dist.get_rank() // 2]
+
+
+@on_ranks(4)
+def test_ranks_make_their_group_without_splitting_the_group_of_all(world_size):
+    """NCCL splits the group of all ranks if a device is bound to it, and waits until all ranks call."""
+    bound = []
+    make = distributed_c10d._new_process_group_helper
+
+    def helper(*arguments, **options):
+        bound.append(dist.group.WORLD.bound_device_id)
+        return make(*arguments, **options)
+
+    device = torch.device("cpu", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_c10d, "_new_process_group_helper", helper)
+        patch.setattr(dist.group.WORLD, "bound_device_id", device)
+        first = dist.get_rank() // 2 * 2
+        mesh_over([[first + 1, first]], "cpu", ("replicate", "shard"))
+        assert bound == [None, None]
+        assert dist.group.WORLD.bound_device_id == device
