@@ -301,10 +301,10 @@ def rewrite_for(
     kwargs: dict[str, Any],
     options: Options,
     world_size: object,
-    capture: Callable[..., RewrittenGraphs] = capture_only,
     device: str = "cpu",
+    before_compiling: Callable[[RewrittenGraphs], None] | None = None,
 ) -> RewrittenGraphs:
-    """What `capture` makes of a call of the model; tensors on the meta device become tensors of `device`."""
+    """The graphs of a call of the model (see `capture_only`); tensors on the meta device become tensors of `device`."""
     axes = _axes_of_size(world_size, options.strategy)
     if isinstance(model, nn.Module) and (parts := sharded_parts(model)):
         raise ConfigError(
@@ -326,7 +326,7 @@ def rewrite_for(
     if schedule.hardware is not None:
         goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
         plan = Planner(leeway_of(*open_options), goal, {}, _alone).plan
-    return capture(reading, args, kwargs, pipeline, plan)
+    return capture_only(reading, args, kwargs, pipeline, plan, before_compiling)
 
 
 def _alone(program: str, make: Callable[[], str]) -> str:

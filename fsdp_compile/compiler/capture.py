@@ -289,7 +289,7 @@ _OURS = (
 
 
 class _Captured(Exception):
-    """Ends a compilation as soon as its graphs are known."""
+    """Ends a call as soon as what is asked of it is known: nothing runs."""
 
     def __init__(self, graphs: RewrittenGraphs) -> None:
         self.graphs = graphs
@@ -301,18 +301,29 @@ def capture_only(
     kwargs: Mapping[str, Any],
     pipeline: Callable[[StepPlan | None], Pipeline],
     plan: MakePlan | None = None,
+    before_compiling: Callable[[RewrittenGraphs], None] | None = None,
 ) -> RewrittenGraphs:
-    """The rewritten graphs of `model(*args, **kwargs)`, which is traced and not run; arguments as those of `Capture`.
+    """The rewritten graphs of `model(*args, **kwargs)`, which is traced and not run.
+
+    Args:
+        pipeline, plan: as those of `Capture`.
+        before_compiling: is called with the graphs, which Inductor then compiles; without it, nothing is compiled.
 
     Raises:
         CaptureError: the call cannot be traced as one graph.
     """
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        def stop(graphs: RewrittenGraphs) -> None:
-            raise _Captured(graphs)
+        found: list[RewrittenGraphs] = []
 
-        return Capture(pipeline, plan, stop, lambda *_: lambda returned: None).compile(gm, example_inputs)
+        def note(graphs: RewrittenGraphs) -> None:
+            if before_compiling is None:
+                raise _Captured(graphs)
+            before_compiling(graphs)
+            found.append(graphs)
+
+        Capture(pipeline, plan, note, lambda *_: lambda returned: None).compile(gm, example_inputs)
+        raise _Captured(*found)
 
     try:
         # Sizes stay numbers, whatever those of other calls were; and by its own name, this makes no symbols of those.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +13,6 @@ import torch
 import torch._functorch.config
 from torch import nn
 from torch._C._distributed_c10d import HashStore, ProcessGroup, _register_process_group, _unregister_process_group
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import Layout
@@ -23,11 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import GroupName
 
 from ..api import rewrite_for
-from ..compiler.capture import Capture, MakePlan
 from ..graphs import RewrittenGraphs
 from ..options import Options
-from ..passes.pipeline import Pipeline
-from ..passes.plan import StepPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +72,11 @@ def build(
     """
     halves: list[Half] = []
     kernels: dict[str, CachingAutotuner] = {}
+    groups: dict[GroupName, ProcessGroup] = {}  # the registry does not keep them
     with _noting(halves, kernels), FakeTensorMode(allow_non_fake_inputs=True):
-        graphs = rewrite_for(model, args, kwargs, options, world_size, _compile_only, "cuda")
+        graphs = rewrite_for(
+            model, args, kwargs, options, world_size, "cuda", lambda found: groups.update(_groups_of(found))
+        )
     return Program(graphs, halves, kernels)
 
 
@@ -111,40 +110,6 @@ def _num_bytes(buffer: Any) -> int:
     if not isinstance(layout, Layout) or not all(isinstance(size, (int, sympy.Integer)) for size in layout.size):
         return 0
     return int(layout.storage_size()) * layout.dtype.itemsize
-
-
-class _Compiled(Exception):
-    """Ends a call whose graphs are compiled: nothing can run."""
-
-
-def _compile_only(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    pipeline: Callable[[StepPlan | None], Pipeline],
-    plan: MakePlan | None = None,
-) -> RewrittenGraphs:
-    """As `capture_only`, but the graphs are compiled."""
-    found: list[RewrittenGraphs] = []
-    groups: dict[GroupName, ProcessGroup] = {}
-
-    def note(graphs: RewrittenGraphs) -> None:
-        found.append(graphs)
-        groups.update(_groups_of(graphs))
-
-    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        Capture(pipeline, plan, note, lambda *_: lambda returned: None).compile(gm, example_inputs)
-        raise _Compiled
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
-
-    try:
-        torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
-    except BackendCompilerFailed as e:
-        if not isinstance(e.inner_exception, _Compiled):
-            raise
-    return found[0]
 
 
 def _groups_of(graphs: RewrittenGraphs) -> dict[GroupName, ProcessGroup]:
