@@ -48,7 +48,7 @@ def serve(answer: Callable[[Reply], Reply]) -> None:
             reply = answer(json.loads(line))
         except Exception as e:
             traceback.print_exc()
-            reply = {"error": f"{type(e).__name__}: {e}"}
+            reply = {"error": f"{type(e).__name__}: {e}\n{traceback.format_exc()}"}
         print(json.dumps(reply), file=replies, flush=True)
 
 

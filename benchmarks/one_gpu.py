@@ -78,7 +78,7 @@ def measure(world_size: int, options: argparse.Namespace, arguments: Reply, fold
 
 def cells(row: dict[str, Any], baseline: dict[str, Any] | None, flops: int, peak_flops: float | None) -> dict[str, str]:
     if "error" in row:
-        return {"subject": row["subject"], "step ms": row["error"][:30]}
+        return {"subject": row["subject"], "step ms": row["error"].partition("\n")[0][:30]}
     seconds = row["step"]["median"]
     predicted = row["predicted"]
     return {

@@ -10,12 +10,16 @@ normalization, the bias of attention keys): AdamW would turn that noise into ful
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+DEVICE = torch.device(os.environ.get("TESTS_DEVICE", "cpu"))
+"""Where models and their inputs are; of an emulated GPU, they are in the CPU's memory."""
 
 
 def made(kind: Callable[..., nn.Module], *args: Any, seed: int = 0) -> nn.Module:
@@ -26,7 +30,16 @@ def made(kind: Callable[..., nn.Module], *args: Any, seed: int = 0) -> nn.Module
 
 def build(name: str, seed: int = 0) -> nn.Module:
     """The model of that name, with the same values wherever it is built with the same seed."""
-    return made(MODELS[name], seed=seed)
+    return placed(made(MODELS[name], seed=seed))
+
+
+def placed(model: nn.Module) -> nn.Module:
+    """A model that was made on the CPU, with the same values and inputs, on `DEVICE`."""
+    if DEVICE.type == "cpu":
+        return model
+    inputs = model.inputs
+    model.inputs = lambda batch, seed: tuple(tensor.to(DEVICE) for tensor in inputs(batch, seed))
+    return model.to(DEVICE)
 
 
 def everything_of(model: nn.Module) -> tuple[Any, ...]:

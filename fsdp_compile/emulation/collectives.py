@@ -21,7 +21,8 @@ _pending: dict[int, Callable[[], object]] = {}
 """What a wait has left to do, by the address of the result."""
 
 
-def install() -> None:
+def install(device: str = "CPU") -> None:
+    """From here on, tensors of this device are sent like this; the name is that of a dispatch key."""
     for kernel in (
         all_gather_into_tensor,
         all_gather_into_tensor_coalesced,
@@ -31,7 +32,7 @@ def install() -> None:
         reduce_scatter_tensor_coalesced,
         wait_tensor,
     ):
-        _LIBRARY.impl(kernel.__name__, kernel, "CPU")
+        _LIBRARY.impl(kernel.__name__, kernel, device)
 
 
 def unknown_(tensor: Tensor) -> Tensor:

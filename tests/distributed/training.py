@@ -78,7 +78,7 @@ def train(
         loss = model(*batch(model, step))
         loss.backward()
         take_step([optimizer])
-        losses.append(loss.detach())
+        losses.append(loss.detach().clone())  # a CUDA graph writes the next one to the same memory
     return torch.stack(losses)
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import llama
 from fsdp_compile import fsdp_compile, shard
 from tests.distributed import training
-from tests.models import Block, Gpt, build
+from tests.models import Block, Gpt, build, placed
 
 STEPS = range(3)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -48,7 +48,7 @@ def made(name: str) -> nn.Module:
     if name not in (own := {"llama": Llama, "checkpointed": Checkpointed}):
         return build(name)
     torch.manual_seed(0)
-    return own[name]()
+    return placed(own[name]())
 
 
 def sharded(name: str, **options: Any) -> nn.Module:

@@ -9,6 +9,8 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,12 @@ def main() -> None:
     rank, world_size, store, *wanted = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world_size))
+    run(cases, wanted)
+    dist.destroy_process_group()
+
+
+def run(cases: Any, wanted: Sequence[str]) -> None:
+    """Run functions of a module, one after another, until one raises."""
     for line in wanted:
         name, *arguments = line.split()
         torch._dynamo.reset()
@@ -28,13 +36,12 @@ def main() -> None:
             found = getattr(cases, name)(*arguments)
         except Exception as e:
             traceback.print_exc()
-            found = {"error": repr(e)[:400]}
+            found = {"error": repr(e)[:400], "traceback": traceback.format_exc()}
         seconds = round(time.perf_counter() - begin)
         print("RESULT", json.dumps({"case": line, "seconds": seconds, **found}), flush=True)
         if "error" in found:
             break
         dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+"""What a rank of the suite does: `on_rank GROUP RANK WORLD_SIZE STORE CASE ...`, with the cases of cases.py.
+
+GROUP is "nccl", "gloo", or "fake": torch's group of many ranks that are not there, whose messages are copies.
+
+Over gloo ranks share a GPU. Its gathers of several tensors, which torch's functional collectives are, crash with those
+of a GPU (pytorch/pytorch issue 152645); emulation's are made of plain ones.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compile.emulation import collectives
+from tests.emulation import on_rank
+from tests.gpu import cases
+from tests.models import DEVICE
+from tests.ranks import join_fake_group
+
+
+def main() -> None:
+    group, rank, world_size, store, *wanted = sys.argv[1:]
+    torch.set_num_threads(1)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(int(rank) % torch.cuda.device_count())
+        torch.backends.cudnn.allow_tf32 = False  # convolutions are compared in float32; matmuls are by default
+    if group == "fake":
+        join_fake_group(int(world_size))
+    else:
+        if group == "gloo" and DEVICE.type == "cuda":
+            collectives.install("CUDA")
+        backend = "cpu:gloo,cuda:nccl" if group == "nccl" else "gloo"  # what is offloaded is gathered by gloo
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=int(rank), world_size=int(world_size))
+    on_rank.run(cases, wanted)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
