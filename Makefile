@@ -1,17 +1,19 @@
-# make demo    train a GPT on 2 ranks, compare it with the unsharded model
-# make test    run the tests
-# make check   lint, formatting, types
-# make docs    the pages of docs/ and the reference as HTML, in build/docs
-# make clean   remove the environment and what demo and docs wrote
+# make demo      train a GPT on 2 ranks, compare it with the unsharded model
+# make test      run the tests
+# make test-gpu  run on all GPUs there are, or on an emulated one, and write a report to send
+# make check     lint, formatting, types
+# make docs      the pages of docs/ and the reference as HTML, in build/docs
+# make clean     remove the environment and what demo and docs wrote
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?= build/demo
+REPORT ?= build/gpu-report.md
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
 RANKS := tests/distributed tests/test_examples.py tests/test_packaging.py tests/test_transformers.py
 
-.PHONY: demo test check docs clean
+.PHONY: demo test test-gpu check docs clean
 
 $(VENV)/.made:
 	$(PYTHON) -m venv --clear $(VENV)
@@ -39,6 +41,10 @@ demo: $(PACKAGE)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(RANKS))
 	$(BIN)/python -m pytest $(RANKS)
+
+# In ten minutes; half an hour where a GPU is emulated, at most.
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m tests.gpu --out $(REPORT)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

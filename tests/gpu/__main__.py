@@ -19,12 +19,15 @@ from .machine import Machine
 from .parts import PARTS, Setting
 from .report import FAILED, Outcome, Report
 
+_MINUTES, _MINUTES_EMULATED = 10, 30
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
     options = _parser().parse_args(arguments)
     begin, machine, outcomes = time.monotonic(), Machine.at_hand(), []
-    setting = Setting(machine, begin + 60 * options.minutes, options.smallest)
+    minutes = (_MINUTES_EMULATED if machine.is_emulated else _MINUTES) if options.minutes is None else options.minutes
+    setting = Setting(machine, begin + 60 * minutes, options.smallest)
     facts, out = machine.facts(), Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     for name in options.parts:
@@ -58,7 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", default="build/gpu-report.md", metavar="FILE", help="(default: build/gpu-report.md)")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), help="(default: all)")
     parser.add_argument(
-        "--minutes", type=float, default=10, help="after which what is left is given up, and has failed (default: 10)"
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="after which what is left is given up, and has failed "
+        f"(default: {_MINUTES}; {_MINUTES_EMULATED} where a GPU is emulated)",
     )
     parser.add_argument("--smallest", action="store_true", help="one case of each part")
     return parser

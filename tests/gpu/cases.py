@@ -94,7 +94,11 @@ def recording() -> Iterator[dict[str, int]]:
         counts["graphs"] += 1
         return model if IS_EMULATED else by_torch(model, *args, **kwargs)
 
-    with patch.object(torch._inductor.compile_fx, "cudagraphify", counted):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(torch._inductor.compile_fx, "cudagraphify", counted))
+        if IS_EMULATED:
+            has_allocator = patch.object(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True, create=True)
+            patches.enter_context(has_allocator)
         yield counts
     counts["skips"] = counters["inductor"]["cudagraph_skips"] - before
 

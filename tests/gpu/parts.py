@@ -69,7 +69,7 @@ def parity(setting: Setting) -> Iterator[Outcome]:
 def compared(part: str, ran: Ran, close: float) -> Outcome:
     """Passed, if no rank is further from what was expected; NaN is."""
     if ran.error:
-        return Outcome(part, ran.case, FAILED, _last_line(ran.error), error=ran.error)
+        return Outcome(part, ran.case, FAILED, _first_line(ran.error), error=ran.error)
     names = [name for name in _DISTANCES if name in ran.found[0]]
     furthest = {name: _furthest([rank[name] for rank in ran.found]) for name in names}
     is_close = bool(names) and all(distance <= close for distance in furthest.values())
@@ -97,15 +97,21 @@ def predictions(setting: Setting) -> Iterator[Outcome]:
     machine = setting.machine
     group, world_size = ("nccl", machine.ranks[1]) if machine.has_nccl else ("fake", FAKE_RANKS)
     part = f"predictions, {'one rank of ' if group == 'fake' else ''}{world_size} ranks"
-    stand_in = "for what is measured, the prediction itself: of time and memory, emulation has nothing else"
     case = "predicted tiny" if machine.is_emulated else "predicted large"
     for ran in run_cases(machine, group, world_size, [case], setting.deadline):
         if ran.error:
-            yield Outcome(part, case, FAILED, _last_line(ran.error), error=ran.error)
+            yield Outcome(part, case, FAILED, _first_line(ran.error), error=ran.error)
             continue
         for outcome in _against_measured(part, ran):
-            given = stand_in if machine.is_emulated else ""
-            yield dataclasses.replace(outcome, stand_in=given, is_emulated=machine.is_emulated)
+            yield _not_measured(outcome) if machine.is_emulated else outcome
+
+
+def _not_measured(outcome: Outcome) -> Outcome:
+    """The code has run, with the prediction in place of what is measured: it says nothing."""
+    found, stand_in = outcome.found.partition(", measured")[0], "what is predicted, in place of what is measured"
+    status = NOT_RUN if outcome.status == PASSED else FAILED
+    found = f"{found}; nothing was measured"
+    return dataclasses.replace(outcome, status=status, found=found, stand_in=stand_in, is_emulated=True)
 
 
 def _against_measured(part: str, ran: Ran) -> Iterator[Outcome]:
@@ -148,7 +154,7 @@ def one_rank(setting: Setting) -> Iterator[Outcome]:
         seconds = (time.monotonic() - begin) / max(len(rows), 1)
         part = f"one rank of {world_size}"
         if not rows:
-            yield Outcome(part, BENCHMARK.name, FAILED, _last_line(said), error=said, seconds=seconds)
+            yield Outcome(part, BENCHMARK.name, FAILED, _first_line(said), error=said, seconds=seconds)
         for row in rows:
             outcome = dataclasses.replace(_row(part, row, rows), seconds=seconds)
             yield dataclasses.replace(outcome, stand_in=stand_in if is_emulated else "", is_emulated=is_emulated)
@@ -212,8 +218,8 @@ def cuda_graphs(setting: Setting) -> Iterator[Outcome]:
         yield dataclasses.replace(outcome, stand_in=stand_in, is_emulated=machine.is_emulated)
 
 
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2][:300]
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0][:300]
 
 
 PARTS: Mapping[str, Callable[[Setting], Iterator[Outcome]]] = {

@@ -97,7 +97,7 @@ class _Ranks:
     def _error(self, ranks: Sequence[Mapping[str, Any] | None]) -> str:
         for index, rank in enumerate(ranks):
             if rank is not None and "error" in rank:
-                return f"rank {index}:\n{rank['traceback']}"
+                return f"rank {index}: {rank['error']}\n{rank['traceback']}"
         codes = {index: self.processes[index].returncode for index, rank in enumerate(ranks) if rank is None}
         index = min(codes, key=lambda index: codes[index] == -signal.SIGKILL)  # others waited for one that crashed
         what = "did not end in time" if codes[index] == -signal.SIGKILL else f"ended with {codes[index]}"
