@@ -14,6 +14,7 @@ from tests.gpu.report import FAILED, NOT_RUN, PASSED, Outcome
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (extra gpu)")
 EMULATED = Machine(gpus=())
+CLOSE = parts._close(EMULATED)
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +57,8 @@ def test_a_case_that_fails_on_a_rank_has_its_traceback_and_the_next_one_runs():
     failed, ran = run_cases(EMULATED, "gloo", 2, cases, time.monotonic() + 200)
     assert "no_such_case" in failed.error and "Traceback" in failed.error
     assert not ran.error and len(ran.found) == 2
-    assert parts.compared("parity", failed, 1e-5).status == FAILED
-    assert parts.compared("parity", ran, 1e-5).status == PASSED
+    assert parts.compared("parity", failed, CLOSE).status == FAILED
+    assert parts.compared("parity", ran, CLOSE).status == PASSED
 
 
 def test_what_is_not_begun_in_time_has_failed():
@@ -70,11 +71,11 @@ def test_what_is_not_begun_in_time_has_failed():
 @pytest.mark.parametrize(("distance", "status"), [(1e-6, PASSED), (1e-3, FAILED), (math.nan, FAILED)])
 def test_distances_of_all_ranks_count(distance, status):
     ranks = [{"losses": 0.0, "kernels": 3, "seconds": 1}, {"losses": distance, "kernels": 3, "seconds": 2}]
-    assert parts.compared("parity", Ran("trained gpt", ranks), 1e-5).status == status
+    assert parts.compared("parity", Ran("trained gpt", ranks), CLOSE).status == status
 
 
 def test_nothing_that_is_compared_has_failed():
-    assert parts.compared("parity", Ran("trained gpt", [{"kernels": 3, "seconds": 1}]), 1e-5).status == FAILED
+    assert parts.compared("parity", Ran("trained gpt", [{"kernels": 3, "seconds": 1}]), CLOSE).status == FAILED
 
 
 @pytest.mark.parametrize(("measured", "status"), [(105, PASSED), (130, FAILED), (70, FAILED)])
