@@ -2,6 +2,7 @@
 
 import operator
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -434,6 +435,28 @@ def test_the_automatic_lowering_needs_a_process_group():
 def test_an_option_that_means_nothing(options, words):
     with pytest.raises(ConfigError, match=words):
         graphs_of(**options)
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("cuda", "this process has none: `fsdp-compile emulate SCRIPT`"),
+        ("xpu", "'cpu' or 'cuda', not 'xpu'"),
+        (1.5, "not 1.5"),
+    ],
+)
+def test_a_device_that_nothing_is_traced_for(device, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        rewrite(nn.Linear(2, 2).to("meta"), torch.zeros(1, 2, device="meta"), world_size=2, device=device)
+
+
+def test_a_gpu_is_for_what_is_on_the_meta_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    x, model = torch.zeros(1, 2, device="meta"), nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"0\.weight is on cpu"):
+        rewrite(model, x, world_size=2, device="cuda")
+    with pytest.raises(ConfigError, match="for inputs on the meta device, and one is on cpu"):
+        rewrite(model.to("meta"), x=torch.zeros(1, 2), world_size=2, device="cuda")
 
 
 def test_an_integer_parameter():

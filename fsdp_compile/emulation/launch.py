@@ -1,4 +1,4 @@
-"""Runs a module as on a machine with a GPU: `python -P launch.py [--run] GPU MODULE [ARGUMENT ...]`.
+"""Runs a module or a script as on a machine with a GPU: `python -P launch.py [--run] GPU MODULE [ARGUMENT ...]`.
 
 torch looks for CUDA once, while it is imported. So this is a script of its own, run by its path. It imports nothing of
 the package before it has loaded the library of device.cpp into the process.
@@ -43,7 +43,11 @@ def main() -> None:
 
         run.install()
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module.endswith(".py"):
+        sys.path.insert(0, str(Path(module).parent))
+        runpy.run_path(module, run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _compiled(torch: Path) -> Path:

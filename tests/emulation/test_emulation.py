@@ -61,6 +61,44 @@ def test_build_says_what_is_wrong_with_its_arguments(tmp_path):
     assert found.returncode == 1 and "no function 'nothing'" in found.stderr
 
 
+ATTENTION = """
+import sys
+import torch
+from torch import nn
+from fsdp_compile import rewrite
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(64, 64, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        x = self.project(x).view(2, 3, 4, 16).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).float().sum()
+
+with torch.device("meta"):
+    model, x = Attention(), torch.zeros(2, 3, 64, dtype=torch.bfloat16)
+graphs = rewrite(model, x, world_size=2, device=sys.argv[1])
+for side in (graphs.forward, graphs.backward):
+    print(*(node.target for node in side.graph.nodes if "attention" in str(node.target)), sep="\\n")
+"""
+
+
+def test_emulate_runs_a_script_that_rewrites_for_a_gpu(tmp_path):
+    (tmp_path / "attend.py").write_text(ATTENTION)
+    for device in ("cuda", "cpu"):
+        command = [sys.executable, "-m", "fsdp_compile", "emulate", "--hardware", "h200", str(tmp_path / "attend.py")]
+        found = run(*command, device)
+        assert found.returncode == 0, found.stderr
+        expected = "aten._scaled_dot_product_flash_attention" + ("_for_cpu" if device == "cpu" else "")
+        assert found.stdout.split() == [f"{expected}.default", f"{expected}_backward.default"]
+
+
+def test_emulate_says_what_it_runs(tmp_path):
+    found = run(sys.executable, "-m", "fsdp_compile", "emulate", str(tmp_path / "nothing.py"))
+    assert found.returncode == 1 and "there is no script" in found.stderr
+
+
 def test_a_gpu_that_is_not_described_is_refused():
     found = run(sys.executable, "-P", str(LAUNCH), "riva128", "pytest")
     assert found.returncode == 1 and "no GPU 'riva128' is described: one of a100-40, a100-80, h100" in found.stderr
