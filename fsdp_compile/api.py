@@ -326,7 +326,8 @@ def rewrite_for(
     decision = decide(model, options)
     if axes.everyone.size > 1:
         check_dense(model, set(decision.parameters.values()))
-    placement = Placement(axes, options.reduction, decision.precision.policy_of_parameter)
+    offload_from = torch.device(device) if options.offload.is_on else None
+    placement = Placement(axes, options.reduction, decision.precision.policy_of_parameter, offload_from)
     layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
     reshard = decision.with_shards(axes.shards.size).values()
     parts_of_size = {size: metadata.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}

@@ -41,6 +41,7 @@ def add_build(commands: Any) -> None:
     build.add_argument("--lowering", default="grouped", choices=["grouped", "packed"], help="(default: grouped)")
     build.add_argument("--param-dtype", choices=DTYPES, help="what parameters are gathered in (default: their own)")
     build.add_argument("--reduce-dtype", choices=DTYPES, help="what gradients are reduced in (default: as gathered)")
+    build.add_argument("--offload", action="store_true", help="keep shards on the CPU, in pinned memory")
     build.add_argument("--hardware", default="h100", choices=list(HARDWARE), help="(default: h100)")
     build.add_argument("--out", default="build/gpu", metavar="DIRECTORY", help="(default: build/gpu)")
     build.set_defaults(run=_build)

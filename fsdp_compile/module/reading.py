@@ -143,7 +143,8 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout], of_meta: str | tor
     read_of_parameter = {}
     parameter_of_name = dict(model.named_parameters())
     for layout in layouts:
-        device = of_meta if layout.device.type == "meta" else layout.device
+        is_offloaded = layout.compute_device is not None
+        device = layout.device if layout.device.type != "meta" else "cpu" if is_offloaded else of_meta
         data = nn.Parameter(torch.empty(layout.numel, dtype=layout.dtype, device=device), layout.requires_grad)
         shard = StandIn(data)
         for slot in layout.slots:

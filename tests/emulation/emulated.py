@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
 from fsdp_compile.costs import predict
@@ -27,6 +27,19 @@ PROGRAMS = {
     "prefetch 2": ("gpt", {"forward_prefetch": 2, "backward_prefetch": 2, "collective_lowering": "grouped"}, 4),
     "mixed": ("gpt", {"mp_policy": MIXED, "collective_lowering": "grouped"}, 4),
     "mixed packed": ("gpt", {"mp_policy": MIXED, "collective_lowering": "packed"}, 4),
+    "offload": ("gpt", {"offload_policy": CPUOffloadPolicy(), "collective_lowering": "grouped"}, 4),
+    "offload packed": ("odd_mlp", {"offload_policy": CPUOffloadPolicy(), "collective_lowering": "packed"}, 4),
+    "no prefetch": (
+        "odd_mlp",
+        {"forward_prefetch": 0, "backward_prefetch": None, "collective_lowering": "grouped"},
+        4,
+    ),
+    "replicated": (
+        "odd_mlp",
+        {"sharding_strategy": ShardingStrategy.NO_SHARD, "collective_lowering": "grouped"},
+        4,
+    ),
+    "budget": ("gpt", {"hardware": "h100", "memory_budget": "1GiB", "collective_lowering": "grouped"}, 4),
     "resharding": ("gpt", {"reshard_after_forward": True, "collective_lowering": "grouped"}, 4),
     "hybrid": (
         "odd_mlp",
