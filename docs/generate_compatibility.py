@@ -60,13 +60,13 @@ SECTIONS: dict[str, list[Case]] = {
             YES,
             YES,
             "distributed/test_training.py::test_two_forwards_before_two_backwards",
-            "distributed/test_training.py::test_two_backward_calls_add_up",
+            "distributed/test_accumulation.py::test_four_micro_batches_equal_one_large_batch",
         ),
         case(
             "nested inputs and outputs, keyword arguments",
             YES,
             YES,
-            "distributed/test_modules.py::test_keyword_arguments_and_nested_outputs",
+            "distributed/test_programs.py::test_nested_inputs_and_outputs_of_any_class",
         ),
         case("gradients of the inputs", YES, YES, "distributed/test_training.py::test_gradients_reach_the_inputs"),
         case(
@@ -85,13 +85,13 @@ SECTIONS: dict[str, list[Case]] = {
             "a batch of another size",
             YES,
             YES,
-            "distributed/test_training.py::test_another_batch_size_recompiles",
+            "distributed/test_dynamic.py::test_eight_batch_sizes_and_four_lengths_take_three_compilations",
         ),
         case(
             "an unused parameter keeps the gradient None",
             no("zeros on the ranks that hold it"),
             YES,
-            "distributed/test_training.py::test_an_unused_parameter_keeps_no_gradient",
+            "distributed/test_equality.py::test_without_generated_code_gradients_are_those_of_eager_to_the_last_bit",
         ),
         case(
             "BatchNorm: gradients and running statistics",
@@ -422,7 +422,7 @@ SECTIONS: dict[str, list[Case]] = {
             "a first call in inference_mode, then training",
             no("AssertionError"),
             no("RuntimeError"),
-            "distributed/test_peers.py::test_training_after_a_first_call_in_inference_mode",
+            "distributed/test_modules.py::test_training_and_evaluation_equal_the_unsharded_model",
         ),
         case(
             "torch.utils.checkpoint of both kinds, and selective policies",
