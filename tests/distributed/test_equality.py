@@ -54,7 +54,7 @@ def test_the_same_training_twice_is_equal_to_the_last_bit(world_size, backend, n
 # Each rank's BatchNorm sees that rank's rows only, as in FSDP2 and DDP. So the exact reference is not the
 # model on the whole batch, but one unsharded model per rank, with averaged gradients and own statistics.
 @all_backends
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_training_with_batch_norm_equals_replicas_with_averaged_gradients(world_size, backend):
     replicas, expected_losses = train_replicas("conv_net", STEPS)
     expected = replicas[dist.get_rank()]

@@ -119,9 +119,9 @@ def test_a_number_of_ranks_gathers_the_backward_over_groups_of_that_size(world_s
 
 
 @on_ranks(4)
-def test_smaller_groups_of_a_hybrid_mesh_and_under_inductor(world_size):
+def test_smaller_groups_of_a_hybrid_mesh_for_some_units(world_size):
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
-    model = fsdp_compile(build("gpt"), mesh, reshard_after_forward={"*": True, "blocks.0": 2})
+    model = compiled(build("gpt"), mesh, reshard_after_forward={"*": True, "blocks.0": 2})
     assert_trains_as(model, build("gpt"))
     buckets = {
         ops.unit_of_bucket(ops.argument(node, "bucket")): ops.argument(node, "world_size")
