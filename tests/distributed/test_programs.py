@@ -44,6 +44,13 @@ def test_blocks_compiled_one_by_one(world_size):
     assert len(model.graphs) == 2
 
 
+@on_ranks(2)
+def test_models_of_one_class_do_not_share_what_was_compiled_for_one(world_size):
+    """torch.compile shares code between models; a graph of ours hands gradients over to the shards of one."""
+    for _ in range(2):
+        assert_trains_as(torch.compile(shard(made(OddMlp)), backend="fsdp"), made(OddMlp), range(2))
+
+
 @pytest.mark.parametrize("is_part", [False, True])
 @on_ranks(2)
 def test_torch_compile_captures_the_whole_of_a_model_or_of_its_part(world_size, is_part):
