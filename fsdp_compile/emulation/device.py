@@ -64,6 +64,7 @@ def _answer_for_torch(gpu: Gpu) -> None:
         "get_device_capability": lambda device=None: (gpu.major, gpu.minor),
         "get_device_name": lambda device=None: gpu.name,
         "synchronize": lambda device=None: None,
+        "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device="cuda": None,
         "is_bf16_supported": lambda including_emulation=True: gpu.major >= 8,
