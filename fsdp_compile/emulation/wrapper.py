@@ -1,6 +1,6 @@
 """A generated wrapper as data: the calls of its `call` function in order, with the buffers that each reads and writes.
 
-Inductor's wrapper is straight-line Python, as of torch 2.13 to 2.15: assignments, calls, `del`, and `with` for the device.
+Inductor's wrapper is straight-line Python, as of torch 2.13 to 2.15: assignments, calls, `del`, `with` for the device.
 """
 
 from __future__ import annotations
