@@ -28,9 +28,9 @@ def main() -> None:
     if found is None or not found.submodule_search_locations:
         sys.exit("error: torch is not installed")
     torch = Path(found.submodule_search_locations[0])
-    if (torch / "lib/libtorch_cuda.so").exists():
-        sys.exit("error: emulation needs the CPU build of torch, and this is a CUDA build, whose CUDA is not replaced")
-    for library in (torch / "lib/libc10.so", torch / "lib/libtorch_cpu.so", _compiled(torch)):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is there is not touched
+    # libtorch.so brings the rest along. A CUDA build of torch registers its CUDA then, and ours comes in its place.
+    for library in (torch / "lib/libtorch.so", _compiled(torch)):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
     import runpy

@@ -77,8 +77,9 @@ def test_inference_keeps_its_schedule():
 
 
 def test_attention_that_is_computed_again_takes_the_state_of_a_generator_along():
+    """From torch 2.15 on, where it has dropout only."""
     torch._dynamo.reset()
-    model = Checkpointed(first=Attention(), second=Attention()).to("meta")
+    model = Checkpointed(first=Attention(dropout=0.1), second=Attention(dropout=0.1)).to("meta")
     built = build(model, (torch.randn(5, 3, 8, device="meta"),), {}, Options(collective_lowering="grouped"), 2)
     states = [node for node in built.graphs.backward.graph.nodes if ops.is_generator(node)]
     assert len(built.halves) == 2 and states
