@@ -19,12 +19,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from ..cli.build import add_build
 from ..cli.models import load, made_on_meta
 from ..costs.hardware import Hardware, find_hardware
+from ..costs.predict import bytes_text, time_text
 from ..errors import CaptureError, ConfigError
 from ..options import Options
 from .build import Half, Program, build
 from .checks import check
 from .kernels import Kernel, kernels_of
 from .memory import bytes_at_steps, peak_bytes
+from .prediction import BuiltPrediction, predict_built
 from .wrapper import steps_of
 
 _MIB = 2**20
@@ -58,6 +60,7 @@ def _build(options: argparse.Namespace) -> None:
     console.width = max(console.width, _WIDTH)
     console.print(_table(kernels, hardware))
     console.print(_against(program, unsharded))
+    print(_predicted(predict_built(program, kernels, hardware)))
     problems = check(program)
     print("\n".join(problems) or "every check holds: order, buffers in flight, frees, no wait for the device")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -110,6 +113,15 @@ def _against(program: Program, unsharded: Program) -> Table:
         for side, half in zip(("forward", "backward"), each.halves, strict=False):
             table.add_row(f"{title} {side}", *_counts(half.wrapper), f"{_peak(half):.1f}")
     return table
+
+
+def _predicted(prediction: BuiltPrediction) -> str:
+    built, estimate = (time_text(each.seconds) for each in (prediction.built, prediction.estimate))
+    moved, estimated = (bytes_text(each) for each in (prediction.built_bytes, prediction.estimated_bytes))
+    return (
+        f"a step with Adam: {built} predicted from these kernels, {estimate} from the graphs alone; "
+        f"beside matmuls and attention, {moved} read and written, {estimated} by the estimate"
+    )
 
 
 def _counts(wrapper: str) -> list[str]:

@@ -52,7 +52,7 @@ def test_build_writes_the_program_of_a_gpu(gpu, tmp_path):
     for name in ("forward.py", "backward.py", "forward.steps.txt", "backward.steps.txt", "schedule.txt"):
         assert (tmp_path / "out" / name).read_text()
     assert "reduce_scatter_tensor_coalesced" in (tmp_path / "out/backward.py").read_text()
-    assert "every check holds" in found.stdout
+    assert "every check holds" in found.stdout and "predicted from these kernels" in found.stdout
 
 
 def test_build_says_what_is_wrong_with_its_arguments(tmp_path):
