@@ -34,7 +34,6 @@ from .module.decision import (
     compute_device,
     statement_of_decision,
 )
-from .module.meta import check_traced_on, off_meta, untouched
 from .module.newcomers import newcomers, owners_left, refuse
 from .module.reading import reading_copy
 from .module.replacement import shard_parameters
@@ -54,6 +53,7 @@ from .planning.strategies import (
 )
 from .runtime.agreement import agreement_of
 from .runtime.groups import device_of, num_shards_of, resolve_mesh
+from .runtime.meta import check_traced_on, off_meta, untouched
 from .runtime.wrappers import refuse_wrapped
 
 _MOST_RANKS = 2**31

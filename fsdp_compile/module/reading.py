@@ -19,12 +19,12 @@ import torch.nn as nn
 
 from ..layout.buckets import Layout
 from ..runtime.gradients import in_backward
+from ..runtime.meta import off_meta
 from ..runtime.modules import CalledByItself, Recurrent, not_captured
 from ..runtime.reads import LocalRead, Read, StandIn
 from ..runtime.recomputation import checkpoint_in_forward
 from ..runtime.wrappers import RefusesWrappers
 from .loading import shard_state
-from .meta import off_meta
 
 
 @dataclasses.dataclass

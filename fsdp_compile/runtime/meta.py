@@ -1,4 +1,7 @@
-"""Models on the meta device, which are traced for a device without its memory."""
+"""Models on the meta device, which are traced for a device without its memory.
+
+Private, as of torch 2.11 to 2.15: `FakeTensorMode`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def check_traced_on(device: str | torch.device, model: nn.Module, inputs: Any) -
     """Raise ConfigError unless a model with these inputs can be traced for this device; the CPU takes any."""
     try:
         kind = torch.device(device).type
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         kind = ""
     if kind not in ("cpu", "cuda"):
         raise ConfigError(f"device is 'cpu' or 'cuda', not {device!r}")
