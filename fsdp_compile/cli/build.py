@@ -62,8 +62,7 @@ def add_emulate(commands: Any) -> None:
 
 
 def _build(options: argparse.Namespace) -> None:
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in _given(options).items()]
-    _launch(options.hardware, "fsdp_compile.emulation.command", "build", options.model, *arguments)
+    _launch(options.hardware, "fsdp_compile.emulation.command", "build", options.model, *_given(options))
 
 
 def _emulate(options: argparse.Namespace) -> None:
@@ -76,6 +75,8 @@ def _launch(gpu: str, *command: str) -> None:
     sys.exit(subprocess.call([sys.executable, "-P", str(_LAUNCH), gpu, *command]))
 
 
-def _given(options: argparse.Namespace) -> dict[str, Any]:
+def _given(options: argparse.Namespace) -> list[str]:
     left_out = {"run", "debug", "model"}
-    return {name: value for name, value in vars(options).items() if name not in left_out and value is not None}
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(options).items() if name not in left_out}
+    flags = [name for name, value in given.items() if value is True]
+    return flags + [f"{name}={value}" for name, value in given.items() if not isinstance(value, bool | None)]
