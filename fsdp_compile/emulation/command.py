@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 
 from ..cli.build import add_build
 from ..cli.models import load, made_on_meta
@@ -48,10 +48,10 @@ def _build(options: argparse.Namespace) -> None:
     model, inputs = made_on_meta(make_model, make_inputs, options.batch, options)
     hardware = find_hardware(options.hardware)
     begun = time.perf_counter()
-    program = build(model, tuple(inputs), {}, _options(options), options.gpus)
+    program = build(model, tuple(inputs), {}, options_of(options), options.gpus)
     seconds = time.perf_counter() - begun
     torch._dynamo.reset()
-    unsharded = build(model, tuple(inputs), {}, _options(options), 1)
+    unsharded = build(model, tuple(inputs), {}, options_of(options), 1)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     kernels = kernels_of(program, hardware)
@@ -67,7 +67,8 @@ def _build(options: argparse.Namespace) -> None:
     print(f"compiled in {seconds:.0f} s; peak resident memory {peak:.0f} MiB; written to {out}/")
 
 
-def _options(options: argparse.Namespace) -> Options:
+def options_of(options: argparse.Namespace) -> Options:
+    """What the flags of `fsdp-compile build` ask of a sharded model."""
     param, reduce = (
         None if name is None else getattr(torch, name) for name in (options.param_dtype, options.reduce_dtype)
     )
@@ -75,6 +76,7 @@ def _options(options: argparse.Namespace) -> Options:
         sharding_strategy=ShardingStrategy[options.strategy],
         collective_lowering=options.lowering,
         mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce) if param or reduce else None,
+        offload_policy=CPUOffloadPolicy() if options.offload else None,
     )
 
 

@@ -1,5 +1,6 @@
 """The program of a GPU, compiled and checked in a process that emulates one: `emulated.py` has the tests."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import fsdp_compile
+from fsdp_compile.cli.build import _given, add_build
+from fsdp_compile.emulation.command import options_of
 from tests import ranks
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (extra gpu)")
@@ -53,6 +56,19 @@ def test_build_writes_the_program_of_a_gpu(gpu, tmp_path):
         assert (tmp_path / "out" / name).read_text()
     assert "reduce_scatter_tensor_coalesced" in (tmp_path / "out/backward.py").read_text()
     assert "every check holds" in found.stdout and "predicted from these kernels" in found.stdout
+
+
+@pytest.mark.parametrize(
+    "flag", ["--strategy=NO_SHARD", "--lowering=packed", "--param-dtype=bfloat16", "--reduce-dtype=float16", "--offload"]
+)
+def test_build_hands_every_option_on(flag):
+    def parsed(*arguments):
+        parser = argparse.ArgumentParser()
+        add_build(parser.add_subparsers())
+        return parser.parse_args(["build", "net.py:model", *arguments])
+
+    assert parsed(*_given(parsed(flag))) == parsed(flag)
+    assert options_of(parsed(flag)) != options_of(parsed())
 
 
 def test_build_says_what_is_wrong_with_its_arguments(tmp_path):
