@@ -59,7 +59,6 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--subjects", nargs="+", default=[BASELINE, "fsdp_compile"], choices=list(SUBJECTS))
     parser.add_argument("--rounds", type=int, default=3, help="starts of each, in turns")
-    parser.add_argument("--json", help="where to write all figures")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for layers in options.layers:
@@ -70,9 +69,8 @@ def main() -> None:
         for name, found in replies.items():
             seconds = [reply["first"] for reply in found]
             first = {**spread(seconds), "least": min(seconds), "most": max(seconds)}
-            passes = spread([reply["compile"]["passes"] for reply in found])["median"]
-            rows.append({"layers": layers, "subject": name, "first": first, "passes": passes, "starts": found})
-        harness.write_json(options.json, rows)
+            passes = spread([reply["passes"] for reply in found])["median"]
+            rows.append({"layers": layers, "subject": name, "first": first, "passes": passes})
     baselines = {row["layers"]: row for row in rows if row["subject"] == BASELINE}
     harness.show("time to the first step", [cells(row, baselines.get(row["layers"])) for row in rows], {})
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: subjects in processes of their own that take turns, medians, tables and JSON.
+"""What the benchmarks share: subjects in processes of their own that take turns, medians and tables.
 
 The processes of a subject (a `Team`) stay alive, and blocked, while others run: a request is a line of JSON on their
 stdin, a reply one on their stdout. Rounds go through the subjects forwards and backwards in turn, so that all of them
@@ -8,12 +8,9 @@ meet every state of the machine.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import os
-import platform
 import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -24,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from allocation import LIBRARY
 from rich.console import Console
 from rich.table import Table
@@ -161,14 +157,12 @@ class Teams:
         self.running.clear()
 
 
-def one_rank(name: str, folder: Path, world_size: int, device: str = "cpu", *, is_warm: bool = False) -> Team:
-    """A rank of a job that is not there; unless it is warm, with nothing compiled before."""
+def one_rank(name: str, folder: Path, world_size: int, device: str = "cpu") -> Team:
+    """A rank of a job that is not there, with nothing compiled before."""
     place = re.sub(r"\W+", "-", name)  # the C++ compiler is called with paths that are not quoted
     command = [sys.executable, str(RANK), "--library", str(folder / LIBRARY)]
     command += ["--world-size", str(world_size), "--device", device]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not is_warm:
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / place)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / place)}
     return Team([(command, environment)], folder / f"{place}.log")
 
 
@@ -213,17 +207,3 @@ def show(title: str, rows: Sequence[Mapping[str, str]], failures: Mapping[str, s
     CONSOLE.print(table)
     for name, reason in failures.items():
         CONSOLE.print(f"{name}: {reason[:300]}", highlight=False, markup=False)
-
-
-def write_json(path: str | None, results: Any) -> None:
-    """The results with what they were measured on and by, if a path is given."""
-    if path is None:
-        return
-    about = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.platform()}, {os.cpu_count()} cores",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "command": shlex.join(["python", *sys.argv]),
-    }
-    Path(path).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")

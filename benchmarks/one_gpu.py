@@ -104,7 +104,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of each subject in a round")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, at tiny sizes; the figures mean nothing")
-    parser.add_argument("--json", help="where to write all figures")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         print("skipped: there is no GPU; --dry-run runs all of it on the CPU, at tiny sizes")
@@ -117,7 +116,6 @@ def main() -> None:
     del arguments["rope_theta"], arguments["norm_eps"]
     flops = count_flops(arguments)
     hardware = None if options.dry_run else hardware_of_gpu()
-    rows: list[dict[str, Any]] = []
     for world_size in options.world_sizes:
         with tempfile.TemporaryDirectory() as folder:
             build(Path(folder))
@@ -127,8 +125,6 @@ def main() -> None:
         peak_flops = hardware.flops["bfloat16"] if hardware else None
         failures = {row["subject"]: row["error"] for row in found if "error" in row}
         harness.show(title, [cells(row, baseline, flops, peak_flops) for row in found], failures)
-        rows += found
-        harness.write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """How many processor seconds the search for a plan takes, and how that grows with the number of parameters.
 
     python benchmarks/planning_time.py                        # about a minute; no GPU, nothing in memory
-    python benchmarks/planning_time.py --parameters 500 --seeds 5
+    python benchmarks/planning_time.py --parameters 500
 
 Chains are those of transformer layers: nine parameters each, of very different bytes, and compute that takes half as
 long to twice as long as gathering them. "forward" has no reductions, "backward" one for each layer. A limit leaves room
-for one layer beyond what any plan needs. Every time is the longest of the seeds.
+for one layer beyond what any plan needs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def chain_of(num_parameters: int, random: Random, *, is_backward: bool) -> Chain
     return Chain(seconds, held, parameters, [Reduction(per_layer * random.uniform(0.5, 1), end) for end in ends])
 
 
-def planning_seconds(num_parameters: int, seed: int, *, is_backward: bool, is_limited: bool) -> float:
-    chain = chain_of(num_parameters, Random(seed), is_backward=is_backward)
+def planning_seconds(num_parameters: int, *, is_backward: bool, is_limited: bool) -> float:
+    chain = chain_of(num_parameters, Random(0), is_backward=is_backward)
     limit = chain.lowest_peak + int(sum(LAYER) * MIB) if is_limited else None
     begin = time.process_time()
     best_plan(chain, LINK, limit=limit, ends=[*range(len(LAYER), num_parameters, len(LAYER)), num_parameters])
@@ -48,7 +48,6 @@ def planning_seconds(num_parameters: int, seed: int, *, is_backward: bool, is_li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, nargs="+", default=[100, 300, 1000, 3000, 10000])
-    parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
     table = Table(title="Processor seconds of best_plan; exponent: of the growth since the row before")
     kinds = [(is_backward, is_limited) for is_backward in (False, True) for is_limited in (False, True)]
@@ -59,10 +58,7 @@ def main() -> None:
         table.add_column("exponent", justify="right")
     before: tuple[int, list[float]] | None = None
     for number in sorted(options.parameters):
-        found = [
-            max(planning_seconds(number, seed, is_backward=way, is_limited=limited) for seed in range(options.seeds))
-            for way, limited in kinds
-        ]
+        found = [planning_seconds(number, is_backward=way, is_limited=limited) for way, limited in kinds]
         cells = []
         for index, seconds in enumerate(found):
             growth = math.log(seconds / before[1][index]) / math.log(number / before[0]) if before else None

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo.utils
 import torch.distributed as dist
 from allocation import Allocation
 from harness import Reply, serve
@@ -55,7 +54,7 @@ class Rank:
             "first": training.first_step,
             "loss": training.loss.item(),
             "parameters": training.parameter_bytes,
-            "compile": {**torch._dynamo.utils.calculate_time_spent(), **seconds},
+            "passes": seconds["passes"],
             "predicted": predicted_peak(training),
             **(self.steps(2) if warm_up else {}),
         }
@@ -97,7 +96,7 @@ def count_kernels(training: Training) -> int | None:
 
 @contextmanager
 def timing_passes() -> Iterator[Reply]:
-    """Seconds of fsdp_compile's "passes" and, not among them, of torch's own "partitioner", when the block ends."""
+    """Seconds of fsdp_compile's "passes" and, not among them, of torch's "partitioner", when the block ends."""
     seconds = {"passes": 0.0, "partitioner": 0.0}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -63,10 +63,10 @@ class Estimate:
         return 1e3 * count(*args, **kwargs, out_val=out) / self.flops
 
 
-def simple_fsdp(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool = True) -> nn.Module:
+def simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard `model` in place over the mesh; parameters that two modules share are no longer shared.
 
-    `reshard_after_forward` gathers again for the backward, instead of keeping whole parameters for it.
+    The backward gathers again.
     """
     for module in list(model.modules()):
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
@@ -74,17 +74,13 @@ def simple_fsdp(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bo
             shard = distribute_tensor(module._parameters[name].detach(), mesh, [Shard(0)])
             module._parameters[name] = nn.Parameter(shard)
         if names:
-            properties = {name: _property(name, reshard_after_forward) for name in names}
+            properties = {name: _property(name) for name in names}
             module.__class__ = type(type(module).__name__, (type(module),), properties)
-    return model
 
 
-def _property(name: str, reshard_after_forward: bool) -> property:
+def _property(name: str) -> property:
     def read(module: nn.Module) -> Tensor:
-        shard = module._parameters[name]
-        if not reshard_after_forward:
-            return _whole(shard)
-        return checkpoint(_whole, shard, use_reentrant=False, context_fn=_gathering_again)
+        return checkpoint(_whole, module._parameters[name], use_reentrant=False, context_fn=_gathering_again)
 
     return property(read)
 

@@ -96,15 +96,14 @@ def fsdp2_compiled(case: Case) -> nn.Module:
     return fsdp2(case)
 
 
-def simple(case: Case, *, is_kept: bool = False, options: Mapping[str, Any] | None = None) -> nn.Module:
-    simple_fsdp(case.model, case.mesh, reshard_after_forward=not is_kept)
+def simple(case: Case, options: Mapping[str, Any] | None = None) -> nn.Module:
+    simple_fsdp(case.model, case.mesh)
     return case.compiled(options)
 
 
-def simple_overlap(case: Case, *, is_kept: bool = False) -> nn.Module:
+def simple_overlap(case: Case) -> nn.Module:
     hardware = case.hardware
-    bandwidth = hardware.between_nodes.bandwidth
-    return simple(case, is_kept=is_kept, options=overlapped(hardware.flops_of(torch.float32), bandwidth))
+    return simple(case, overlapped(hardware.flops_of(torch.float32), hardware.between_nodes.bandwidth))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -181,10 +180,8 @@ SUBJECTS = {
     "fsdp2-prefetch": Subject(fsdp2_prefetch),
     "fsdp2-compiled": Subject(fsdp2_compiled),
     "simple": Subject(simple),
-    "simple-kept": Subject(lambda case: simple(case, is_kept=True)),
-    "simple-bucketed": Subject(lambda case: simple(case, options=BUCKETED)),
+    "simple-bucketed": Subject(lambda case: simple(case, BUCKETED)),
     "simple-overlap": Subject(simple_overlap, is_calibrated=True),
-    "simple-overlap-kept": Subject(lambda case: simple_overlap(case, is_kept=True), is_calibrated=True),
     "fsdp_compile": Subject(ours),
     "fsdp_compile-planned": Subject(ours_planned, is_calibrated=True),
     "fsdp_compile-fit": Subject(ours_planned, is_calibrated=True, budget=1.0),
@@ -196,8 +193,7 @@ SUBJECTS = {
     "fsdp_compile-packed": Subject(lambda case: ours(case, collective_lowering="packed")),
     "fsdp_compile-grouped": Subject(lambda case: ours(case, collective_lowering="grouped")),
 }
-"""simple: gathers again for the backward, kept: does not; fit: planned in FSDP2's memory, tight: in 0.8 of it;
-messages: what fsdp_compile sends, without computing anything."""
+"""fit: planned in FSDP2's memory, tight: in 0.8 of it; messages: what fsdp_compile sends, and nothing computed."""
 
 
 class Training:

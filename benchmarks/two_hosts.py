@@ -31,12 +31,7 @@ from harness import BACKWARD, FORWARD, OPTIMIZER, RANK, Reply, Team, Teams, mill
 from hosts import environment, on_host, shape, two_hosts
 from subjects import SUBJECTS
 
-MODELS = {
-    "gpt": {},
-    "mlp": {},
-    "conv": {},
-    "tiny": {"workload": "mlp", "arguments": {"layers": 2, "dim": 64, "rows": 32}},
-}
+MODELS = ["gpt", "mlp", "conv"]
 DEFAULT = [name for name in SUBJECTS if name not in ("fsdp_compile-packed", "fsdp_compile-grouped")]
 
 
@@ -50,21 +45,19 @@ def start(teams: Teams, started: dict[str, Reply], model: str, options: argparse
         if subject.budget is not None and peak is None:
             teams.failures[name] = "its budget is a part of fsdp2's peak, and that is not measured"
             continue
-        workload = {"workload": model, "arguments": {}, **MODELS[model]}
-        request = {"subject": name, **workload, "fused": options.fused, "memory_budget": peak}
-        replies = teams.start(name, team(f"{model}-{name}", 29510 + number, folder, options.warm), request)
+        request = {"subject": name, "workload": model, "arguments": {}, "memory_budget": peak}
+        replies = teams.start(name, team(f"{model}-{name}", 29510 + number, folder), request)
         if replies is not None:
             first = started.get(name, replies[0])["first"]
             started[name] = {**replies[0], "first": first, "peak": max(reply["peak"] for reply in replies)}
 
 
-def team(name: str, port: int, folder: Path, is_warm: bool) -> Team:
+def team(name: str, port: int, folder: Path) -> Team:
     command = [sys.executable, str(RANK), "--library", str(folder / LIBRARY)]
     commands = []
     for rank in range(2):
-        setting = environment(rank, port) | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        if not is_warm:
-            setting["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name / str(rank))
+        cache = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / name / str(rank))}
+        setting = environment(rank, port) | cache
         commands.append((on_host(rank, command), setting))
     return Team(commands, folder / f"{name}.log")
 
@@ -77,8 +70,7 @@ def summarize(replies: list[list[Reply]], started: Reply) -> dict[str, Any]:
         "step": spread(seconds_of(replies, FORWARD, BACKWARD, OPTIMIZER)),
         **{name: max(reply[name] for reply in every) for name in ("sent", "state", "peak")},
         "cpu": spread([max(reply["cpu"] for reply in ranks) for ranks in replies])["median"],
-        **{name: started[name] for name in ("first", "loss", "parameters", "predicted", "compile")},
-        "steps": [[reply["steps"] for reply in ranks] for ranks in replies],
+        **{name: started[name] for name in ("first", "loss", "parameters")},
     }
 
 
@@ -118,9 +110,9 @@ def cells(name: str, row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def measure(model: str, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The rows of every rate."""
-    teams, started, rows = Teams(), {}, []
+def measure(model: str, options: argparse.Namespace, folder: Path) -> None:
+    """Print the table of every rate."""
+    teams, started = Teams(), {}
     try:
         for rate in options.rates:
             shape(rate)
@@ -131,12 +123,8 @@ def measure(model: str, options: argparse.Namespace, folder: Path) -> list[dict[
             title = f"{model}, {f'{rate:g} Gbit/s' if rate else 'no limit'}, {options.rounds} rounds"
             harness.show(title, [cells(name, row) for name, row in found.items()], teams.failures)
             check_losses(found)
-            rows += [{"model": model, "rate": rate, "subject": name, **row} for name, row in found.items()]
-            rows += [{"model": model, "rate": rate, "subject": name, "error": e} for name, e in teams.failures.items()]
-            harness.write_json(options.json, rows)
     finally:
         teams.stop()
-    return rows
 
 
 def check_losses(found: dict[str, dict[str, Any]]) -> None:
@@ -150,23 +138,16 @@ def check_losses(found: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4, 0], help="Gbit/s; 0 is no limit")
-    parser.add_argument("--models", nargs="+", default=["gpt", "mlp", "conv"], choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--subjects", nargs="+", default=DEFAULT, choices=list(SUBJECTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="of each subject in a round")
-    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True), for all")
-    parser.add_argument(
-        "--warm", action="store_true", help="use what is compiled already; first steps then compare with nothing"
-    )
-    parser.add_argument("--json", help="where to write all figures")
     options = parser.parse_args()
     options.subjects = [name for name in SUBJECTS if name in options.subjects]  # fsdp2 before what needs its peak
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, two_hosts():
         build(Path(folder))
         for model in options.models:
-            rows += measure(model, options, Path(folder))
-    harness.write_json(options.json, rows)
+            measure(model, options, Path(folder))
 
 
 if __name__ == "__main__":

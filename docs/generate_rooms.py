@@ -1,12 +1,10 @@
 """Draw the rooms of the code in docs/architecture.md, from what files import: python docs/generate_rooms.py.
 
 A room is a folder of fsdp_compile/, or a file beside them. All imports count: local ones, and those for types only.
-With --print and the folder of another checkout the drawing of that one is printed, with its circles.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 from collections.abc import Iterator, Mapping
@@ -141,25 +139,5 @@ def render() -> str:
     return f"{before}{BEGIN}\n```text\n{drawing(ROOT)}\n```\n\n{END}{after}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--print", type=Path, metavar="ROOT", help="print what is true of a checkout")
-    options = parser.parse_args()
-    if options.print is None:
-        TARGET.write_text(render())
-        return
-    imports = imports_of(options.print)
-    rooms = {room_of(name) for name in imports}
-    print(f"{len(imports)} files in {len(rooms)} rooms, {len(arrows(imports))} arrows between rooms")
-    for circle in circles(imports):
-        print("circle:", ", ".join(sorted(circle)))
-    if rooms <= set(FROM_THE_TOP):
-        print(
-            f"{len(circles(imports))} circles, {len(arrows_up(imports))} arrows back up",
-            drawing(options.print),
-            sep="\n",
-        )
-
-
 if __name__ == "__main__":
-    main()
+    TARGET.write_text(render())

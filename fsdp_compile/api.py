@@ -35,7 +35,7 @@ from .module.decision import (
     statement_of_decision,
 )
 from .module.newcomers import newcomers, owners_left, refuse
-from .module.reading import off_meta, reading_copy
+from .module.reading import reading_copy
 from .module.replacement import shard_parameters
 from .module.sharded_module import become_sharded
 from .module.sharding import leeway_of, note_sharding, pipeline_of, sharding_of
@@ -53,6 +53,7 @@ from .planning.strategies import (
 )
 from .runtime.agreement import agreement_of
 from .runtime.groups import device_of, num_shards_of, resolve_mesh
+from .runtime.meta import check_traced_on, off_meta, untouched
 from .runtime.wrappers import refuse_wrapped
 
 _MOST_RANKS = 2**31
@@ -254,15 +255,22 @@ _NOT_OF_GRAPHS = (
 
 
 @takes(Options, without=_NOT_OF_GRAPHS, collective_lowering="packed")
-def rewrite(model: nn.Module, *args: Any, world_size: int | tuple[int, int], **kwargs: Any) -> RewrittenGraphs:
+def rewrite(
+    model: nn.Module,
+    *args: Any,
+    world_size: int | tuple[int, int],
+    device: str | torch.device = "cpu",
+    **kwargs: Any,
+) -> RewrittenGraphs:
     """The graphs that a rank would compile for `model(*args, **kwargs)`.
 
-    Nothing runs: no process group, no other process, no memory is touched. Model and inputs may be on the meta device,
-    and are then traced as for the CPU. The model is not changed. Options are those of `fsdp_compile`; other keyword
-    arguments go to the model.
+    Nothing runs: no process group, no other process, no memory is touched. Model and inputs may be on the meta device.
+    The model is not changed. Options are those of `fsdp_compile`; other keyword arguments go to the model.
 
     Args:
         world_size: the number of ranks; a pair (replicas, ranks to shard over) for hybrid sharding.
+        device: "cpu" or "cuda", for which a model on the meta device is traced. On "cuda", attention takes the kernels
+            of the GPU; the process has a GPU, or emulates one (`fsdp-compile emulate`).
 
     Raises:
         ConfigError: as `fsdp_compile`.
@@ -275,22 +283,26 @@ def rewrite(model: nn.Module, *args: Any, world_size: int | tuple[int, int], **k
     if options.memory_budget is not None and hardware is None:
         raise ConfigError("memory_budget needs hardware= to plan for")
     if not options.is_auto:
-        return rewrite_for(model, args, kwargs, options, world_size)
+        return rewrite_for(model, args, kwargs, options, world_size, device)
     if hardware is None:
         raise ConfigError("sharding_strategy='auto' needs hardware= to choose for")
     goal = Goal(hardware, options.schedule.memory_budget, "inductor")
-    rewriting = _rewriting(model, args, kwargs, options)
+    rewriting = _rewriting(model, args, kwargs, options, device)
     return best_strategy(candidates(rewriting, world_size, goal, hardware.ranks_per_node), goal).graphs
 
 
 def _rewriting(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    device: str | torch.device = "cpu",
 ) -> Callable[..., RewrittenGraphs]:
     """What rewrites a model for any strategy, number of ranks, and hardware, whose memory is the budget."""
 
     def again(*, world_size: WorldSize, sharding_strategy: ShardingStrategy, hardware: Hardware) -> RewrittenGraphs:
         found = dataclasses.replace(options, sharding_strategy=sharding_strategy, hardware=hardware, memory_budget=None)
-        return rewrite_for(model, args, kwargs, found, world_size)
+        return rewrite_for(model, args, kwargs, found, world_size, device)
 
     return again
 
@@ -301,10 +313,11 @@ def rewrite_for(
     kwargs: dict[str, Any],
     options: Options,
     world_size: object,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     before_compiling: Callable[[RewrittenGraphs], None] | None = None,
 ) -> RewrittenGraphs:
     """The graphs of a call of the model (see `capture_only`); tensors on the meta device become tensors of `device`."""
+    check_traced_on(device, model, (args, kwargs))
     axes = _axes_of_size(world_size, options.strategy)
     if isinstance(model, nn.Module) and (parts := sharded_parts(model)):
         raise ConfigError(
@@ -313,20 +326,22 @@ def rewrite_for(
     decision = decide(model, options)
     if axes.everyone.size > 1:
         check_dense(model, set(decision.parameters.values()))
-    placement = Placement(axes, options.reduction, decision.precision.policy_of_parameter)
+    offload_from = torch.device(device) if options.offload.is_on else None
+    placement = Placement(axes, options.reduction, decision.precision.policy_of_parameter, offload_from)
     layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
     reshard = decision.with_shards(axes.shards.size).values()
     parts_of_size = {size: metadata.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
-    reading = reading_copy(model, layouts, device)
-    install_casts(reading, decision.precision)
-    args, kwargs = off_meta((args, kwargs), device)
     schedule, names = decision.schedule, [unit.name for unit in decision.units]
     open_options = schedule, names, axes.shards.size, parts_of_size, schedule.collective_lowering != "packed"
     pipeline, plan = partial(pipeline_of, *open_options), None
     if schedule.hardware is not None:
         goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
         plan = Planner(leeway_of(*open_options), goal, {}, _alone).plan
-    return capture_only(reading, args, kwargs, pipeline, plan, before_compiling)
+    with untouched(device):
+        reading = reading_copy(model, layouts, device)
+        install_casts(reading, decision.precision)
+        args, kwargs = off_meta((args, kwargs), device)
+        return capture_only(reading, args, kwargs, pipeline, plan, before_compiling)
 
 
 def _alone(program: str, make: Callable[[], str]) -> str:

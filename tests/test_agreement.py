@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile import ConfigError, RankError, rewrite
+from fsdp_compile import CaptureError, ConfigError, RankError, rewrite
 from fsdp_compile.compiler.statements import statement_of_graphs
 from fsdp_compile.runtime.agreement import Agreement
 from fsdp_compile.runtime.comparison import Line
@@ -125,15 +125,22 @@ def test_a_long_loop_leaves_a_bounded_number_of_keys(tmp_path, kind):
     assert num_keys[0] == num_keys[1] <= 4  # the news and an error that was raised last, and what a kind has of its own
 
 
-def test_what_the_first_rank_fails_with_is_told_to_the_others():
-    def decide(agreement):
-        agreement.decided_by_first([Line("a number")], lambda: 1 // 0)
+@pytest.mark.parametrize(
+    ("error", "on_others", "text"),
+    [
+        (ConfigError("one"), ConfigError, "one"),
+        (CaptureError("two"), CaptureError, "two"),
+        (OSError("three"), RankError, "rank 0, which decides for all, raised OSError: three"),
+    ],
+)
+def test_what_the_first_rank_fails_with_is_told_to_the_others(error, on_others, text):
+    def fail():
+        raise error
 
-    first, *others = in_threads(decide)
-    assert isinstance(first, ZeroDivisionError)
-    for error in others:
-        assert isinstance(error, RankError)
-        assert "rank 0, which decides for all, raised ZeroDivisionError: integer division" in str(error)
+    first, *others = in_threads(lambda agreement: agreement.decided_by_first([Line("a number")], fail))
+    assert first is error
+    for told in others:
+        assert type(told) is on_others and text in str(told)
 
 
 def test_a_rank_that_does_not_decide_stops_the_others():

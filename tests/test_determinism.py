@@ -14,7 +14,10 @@ for name in ("odd_parameters", "gpt"):
     model = build(name)
     for options in ({}, {"collective_lowering": "grouped", "hardware": "a100-40"}):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        graphs = rewrite(model, *model.inputs(4, 0), world_size=4, mp_policy=policy, **options)
+        inputs = model.inputs(4, 0)
+        for tensor in inputs if name == "gpt" else ():
+            torch._dynamo.mark_dynamic(tensor, 0)
+        graphs = rewrite(model, *inputs, world_size=4, mp_policy=policy, **options)
         print(graphs, graphs.schedule(), graphs.plan, graphs.lowered.forward.code, graphs.lowered.backward.code)
 """
 

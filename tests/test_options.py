@@ -47,6 +47,7 @@ SHOWN_BY = {  # the test that fails if the option has no effect, or that shows t
     "fullgraph": "distributed/test_training.py::test_fullgraph_compiles_one_graph_and_refuses_a_break",
     "dynamic": "distributed/test_training.py::test_dynamic_says_whether_sizes_are_symbols",
     "options": "distributed/test_training.py::test_options_reach_inductor",
+    "device": "test_rewrite.py::test_a_device_that_nothing_is_traced_for",
     "world_size": "test_rewrite.py::test_only_the_shards_depend_on_the_world_size",
     # of fully_shard and FullyShardedDataParallel only
     "module": "distributed/test_compat.py::test_unsupported_arguments_raise_and_change_nothing",

@@ -1,4 +1,4 @@
-"""The command line: `fsdp-compile plan`, `report`, `calibrate` and `doctor`."""
+"""The command line: `fsdp-compile plan`, `build`, `emulate`, `report`, `calibrate` and `doctor`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..errors import CaptureError, ConfigError
 from ..planning.step_plans import Goal
 from ..planning.strategies import best_strategy, candidates, is_auto
 from ..report import Schedule, page, trace
-from .build import add_build
+from .build import add_build, add_emulate
 from .doctor import examine
 from .models import load, made_on_meta
 
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands)
     add_build(commands)
+    add_emulate(commands)
     _add_report(commands)
     _add_calibrate(commands)
     doctor = commands.add_parser(

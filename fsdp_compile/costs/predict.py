@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
-from .collectives import Ring
 from .formulas import DEFINITIONS, Formula, formulas_of
 from .hardware import Hardware
 from .memory import CATEGORIES, Memory, memory_of
@@ -137,15 +136,12 @@ def predict(
     *,
     optimizer: str = "adam",
     compiler: Compiler = "inductor",
-    rings: Mapping[str, Ring] | None = None,
 ) -> Prediction:
-    """What a step of these graphs takes of a rank of this hardware.
+    """What a step of these graphs takes of a rank of this hardware; ranks are numbered node by node.
 
     Args:
         optimizer: one of `OPTIMIZERS`.
         compiler: what compiles the graphs; see `nodes.Compiler`.
-        rings: of the process groups that the graphs name; None takes ranks to be numbered node by node, neighbours
-            to shard together.
 
     Raises:
         ConfigError: there is no such optimizer.
@@ -158,7 +154,7 @@ def predict(
     return Prediction(
         work,
         hardware,
-        simulate(work, hardware, rings_of(work, hardware) if rings is None else rings),
+        simulate(work, hardware, rings_of(work, hardware)),
         step_memory(work, optimizer, hardware.reduction_workspace),
         of_optimizer.traffic * gradients / hardware.memory_bandwidth,
         sum(side.flops for side in work.sides),

@@ -88,7 +88,11 @@ def simulate(work: Work, hardware: Hardware, rings: Mapping[str, Ring]) -> Timel
     Args:
         rings: of every process group that the graphs name.
     """
-    steps = steps_of(work, hardware, rings)
+    return run(steps_of(work, hardware, rings), hardware)
+
+
+def run(steps: Sequence[Step], hardware: Hardware) -> Timeline:
+    """The timeline of these steps."""
     clock = Clock(hardware.contention)
     clock.run(steps)
     compute = sum(step.seconds for step in steps if step.lane == COMPUTE)

@@ -18,7 +18,6 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import Layout
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import GroupName
 
 from ..api import rewrite_for
@@ -73,7 +72,7 @@ def build(
     halves: list[Half] = []
     kernels: dict[str, CachingAutotuner] = {}
     groups: dict[GroupName, ProcessGroup] = {}  # the registry does not keep them
-    with _noting(halves, kernels), FakeTensorMode(allow_non_fake_inputs=True):
+    with _noting(halves, kernels):
         graphs = rewrite_for(
             model, args, kwargs, options, world_size, "cuda", lambda found: groups.update(_groups_of(found))
         )

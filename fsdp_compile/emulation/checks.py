@@ -15,7 +15,7 @@ from ..passes import ops
 from .build import Program
 from .wrapper import Step, steps_of
 
-_MATMULS = {"mm": "mm", "addmm": "mm", "bmm": "bmm", "baddbmm": "bmm", "convolution": "convolution"}
+MATMULS = {"mm": "mm", "addmm": "mm", "bmm": "bmm", "baddbmm": "bmm", "convolution": "convolution"}
 """Inductor may take a bias out of a matmul."""
 
 _SYNCHRONISES = re.compile(r"\.item\(|\.cpu\(|\.tolist\(|synchronize\(|\.nonzero\(")
@@ -100,7 +100,7 @@ def synchronisations(wrapper: str) -> Iterator[str]:
 def reads_in_place(steps: Sequence[Step]) -> Iterator[str]:
     """Matmuls read what a grouped gather filled, and no kernel copies it on the way."""
     waited = {name for step in steps if step.kind == "wait" for name in step.reads}
-    read = {name for step in steps if step.name in _MATMULS for name in step.reads}
+    read = {name for step in steps if step.name in MATMULS for name in step.reads}
     copied = [step for step in steps if step.name in ("slice_copy", "clone", "copy_") and waited & set(step.reads)]
     for step in copied:
         yield f"line {step.line}: {step.name} copies what was gathered"
@@ -112,7 +112,7 @@ def _name(operator: str) -> str:
     """The name by which calls are compared; "" for what is not compared."""
     operator = operator.removesuffix("_") if operator != "wait_tensor" else operator
     is_collective = operator in ("wait_tensor", "all_reduce") or operator.startswith(("all_gather_", "reduce_scatter_"))
-    return operator if is_collective else _MATMULS.get(operator, "")
+    return operator if is_collective else MATMULS.get(operator, "")
 
 
 def _operator(node: torch.fx.Node) -> str:
@@ -132,7 +132,7 @@ def _matmuls_before(names: Iterator[str]) -> Iterator[int]:
     count = 0
     for name in names:
         yield count
-        count += name in _MATMULS
+        count += name in MATMULS
 
 
 def _lives_of_gathers(graph: torch.fx.Graph) -> Iterator[int]:

@@ -14,17 +14,19 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 
 from ..cli.build import add_build
 from ..cli.models import load, made_on_meta
 from ..costs.hardware import Hardware, find_hardware
+from ..costs.predict import bytes_text, time_text
 from ..errors import CaptureError, ConfigError
 from ..options import Options
 from .build import Half, Program, build
 from .checks import check
 from .kernels import Kernel, kernels_of
 from .memory import bytes_at_steps, peak_bytes
+from .prediction import BuiltPrediction, predict_built
 from .wrapper import steps_of
 
 _MIB = 2**20
@@ -46,10 +48,10 @@ def _build(options: argparse.Namespace) -> None:
     model, inputs = made_on_meta(make_model, make_inputs, options.batch, options)
     hardware = find_hardware(options.hardware)
     begun = time.perf_counter()
-    program = build(model, tuple(inputs), {}, _options(options), options.gpus)
+    program = build(model, tuple(inputs), {}, options_of(options), options.gpus)
     seconds = time.perf_counter() - begun
     torch._dynamo.reset()
-    unsharded = build(model, tuple(inputs), {}, _options(options), 1)
+    unsharded = build(model, tuple(inputs), {}, options_of(options), 1)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     kernels = kernels_of(program, hardware)
@@ -58,13 +60,15 @@ def _build(options: argparse.Namespace) -> None:
     console.width = max(console.width, _WIDTH)
     console.print(_table(kernels, hardware))
     console.print(_against(program, unsharded))
+    print(_predicted(predict_built(program, kernels, hardware)))
     problems = check(program)
     print("\n".join(problems) or "every check holds: order, buffers in flight, frees, no wait for the device")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"compiled in {seconds:.0f} s; peak resident memory {peak:.0f} MiB; written to {out}/")
 
 
-def _options(options: argparse.Namespace) -> Options:
+def options_of(options: argparse.Namespace) -> Options:
+    """What the flags of `fsdp-compile build` ask of a sharded model."""
     param, reduce = (
         None if name is None else getattr(torch, name) for name in (options.param_dtype, options.reduce_dtype)
     )
@@ -72,6 +76,7 @@ def _options(options: argparse.Namespace) -> Options:
         sharding_strategy=ShardingStrategy[options.strategy],
         collective_lowering=options.lowering,
         mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce) if param or reduce else None,
+        offload_policy=CPUOffloadPolicy() if options.offload else None,
     )
 
 
@@ -110,6 +115,15 @@ def _against(program: Program, unsharded: Program) -> Table:
         for side, half in zip(("forward", "backward"), each.halves, strict=False):
             table.add_row(f"{title} {side}", *_counts(half.wrapper), f"{_peak(half):.1f}")
     return table
+
+
+def _predicted(prediction: BuiltPrediction) -> str:
+    built, estimate = (time_text(each.seconds) for each in (prediction.built, prediction.estimate))
+    moved, estimated = (bytes_text(each) for each in (prediction.built_bytes, prediction.estimated_bytes))
+    return (
+        f"a step with Adam: {built} predicted from these kernels, {estimate} from the graphs alone; "
+        f"beside matmuls and attention, {moved} read and written, {estimated} by the estimate"
+    )
 
 
 def _counts(wrapper: str) -> list[str]:

@@ -75,4 +75,5 @@ int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const a
 
 namespace at::native { REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &choose_attention) }
 
-namespace at { using ::CUDAHooks; REGISTER_CUDA_HOOKS(CUDAHooks); }
+// As REGISTER_CUDA_HOOKS, before those of a CUDA build.
+namespace at { C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, ::CUDAHooks) }

@@ -1,6 +1,6 @@
 """What Python code of torch, Inductor and Triton asks of a GPU, answered for one that is not there.
 
-Private, as of torch 2.13 and Triton 3.9: what is replaced below, each with who asks.
+Private, as of torch 2.13 to 2.15 and Triton 3.9: what is replaced below, each with who asks.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def emulate(name: str) -> None:
 
 
 def _answer_for_torch(gpu: Gpu) -> None:
+    generator = _Generator()
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -64,19 +65,24 @@ def _answer_for_torch(gpu: Gpu) -> None:
         "get_device_capability": lambda device=None: (gpu.major, gpu.minor),
         "get_device_name": lambda device=None: gpu.name,
         "synchronize": lambda device=None: None,
+        "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device="cuda": None,
         "is_bf16_supported": lambda including_emulation=True: gpu.major >= 8,
-        "default_generators": (_Generator(),),
+        "default_generators": (generator,),
         "_get_device_properties": lambda device: gpu,
         "_lazy_init": lambda: None,
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
     }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
-    torch._C._cuda_getDevice = lambda: 0
-    torch._C._cuda_getCurrentRawStream = lambda device: 0
+    private: dict[str, Any] = {
+        "_cuda_getDevice": lambda: 0,
+        "_cuda_getCurrentRawStream": lambda device: 0,
+        "_accelerator_getDefaultGenerator": lambda device: generator,  # Inductor of torch 2.15
+    }
+    for owner, replaced in ((torch.cuda, answers), (torch._C, private)):
+        for name, answer in replaced.items():
+            setattr(owner, name, answer)
     torch.version.cuda = "13.0"
     CudaInterface.is_available = staticmethod(lambda: True)  # type: ignore[method-assign]
     CudaInterface.Worker.get_device_properties = staticmethod(lambda device=None: gpu)  # type: ignore[method-assign]

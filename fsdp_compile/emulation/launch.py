@@ -1,4 +1,4 @@
-"""Runs a module as on a machine with a GPU: `python -P launch.py [--run] GPU MODULE [ARGUMENT ...]`.
+"""Runs a module or a script as on a machine with a GPU: `python -P launch.py [--run] GPU MODULE [ARGUMENT ...]`.
 
 torch looks for CUDA once, while it is imported. So this is a script of its own, run by its path. It imports nothing of
 the package before it has loaded the library of device.cpp into the process.
@@ -28,9 +28,9 @@ def main() -> None:
     if found is None or not found.submodule_search_locations:
         sys.exit("error: torch is not installed")
     torch = Path(found.submodule_search_locations[0])
-    if (torch / "lib/libtorch_cuda.so").exists():
-        sys.exit("error: emulation needs the CPU build of torch, and this is a CUDA build, whose CUDA is not replaced")
-    for library in (torch / "lib/libc10.so", torch / "lib/libtorch_cpu.so", _compiled(torch)):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is there is not touched
+    # libtorch.so brings the rest along. A CUDA build of torch registers its CUDA then, and ours comes in its place.
+    for library in (torch / "lib/libtorch.so", _compiled(torch)):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
     import runpy
@@ -43,7 +43,11 @@ def main() -> None:
 
         run.install()
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module.endswith(".py"):
+        sys.path.insert(0, str(Path(module).parent))
+        runpy.run_path(module, run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _compiled(torch: Path) -> Path:

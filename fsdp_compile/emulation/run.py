@@ -8,7 +8,7 @@ place when they are waited for (collectives.py). Shards, hooks, gradients and op
 This shows numbers, buffers, views, frees and order. It does not show streams and their races, NCCL, or time. Random
 numbers are not a GPU's: Inductor draws the seeds of dropout from the CPU's generator.
 
-Private, as of torch 2.13 and Triton 3.9: what is replaced below, each with who asks.
+Private, as of torch 2.13 to 2.15 and Triton 3.9: what is replaced below, each with who asks.
 """
 
 from __future__ import annotations

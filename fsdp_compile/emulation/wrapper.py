@@ -1,6 +1,6 @@
 """A generated wrapper as data: the calls of its `call` function in order, with the buffers that each reads and writes.
 
-Inductor's wrapper is straight-line Python, as of torch 2.13: assignments, calls, `del`, and a `with` for the device.
+Inductor's wrapper is straight-line Python, as of torch 2.13 to 2.15: assignments, calls, `del`, `with` for the device.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import ast
 import dataclasses
 from collections.abc import Iterator
 
-_NOT_CALLS = {"assert_size_stride", "assert_alignment", "get_raw_stream", "copy_if_misaligned"}
+_NOT_CALLS = {"start_graph", "end_graph", "get_raw_stream", "copy_if_misaligned"}
 _VIEWS = {"reinterpret_tensor", "as_strided"}
 _ALLOCATIONS = {"empty_strided_cuda", "empty_strided_cpu", "empty_strided", "empty_strided_cpu_pinned"}
 
@@ -96,7 +96,7 @@ def _of_value(value: ast.expr, result: str) -> Iterator[Step]:
         yield Step(kind, path[-2], reads, result, value.lineno)
     elif path[0] == "extern_kernels" or path[:2] == ["torch", "ops"]:
         yield Step("extern", name if path[0] == "extern_kernels" else path[-2], reads, result, value.lineno)
-    elif name in _NOT_CALLS or path[0] in {"args", "torch"}:
+    elif name in _NOT_CALLS or name.startswith("assert_") or path[0] in {"args", "torch"}:
         return
     else:
         yield Step("extern", name, reads, result, value.lineno)

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_map_only
 
 from ..layout.buckets import Layout
 from ..runtime.gradients import in_backward
+from ..runtime.meta import off_meta
 from ..runtime.modules import CalledByItself, Recurrent, not_captured
 from ..runtime.reads import LocalRead, Read, StandIn
 from ..runtime.recomputation import checkpoint_in_forward
@@ -130,7 +130,7 @@ def is_reading(module: nn.Module) -> bool:
     return "_fsdp_running" in vars(module)
 
 
-def reading_copy(model: nn.Module, layouts: Sequence[Layout], of_meta: str = "cpu") -> nn.Module:
+def reading_copy(model: nn.Module, layouts: Sequence[Layout], of_meta: str | torch.device = "cpu") -> nn.Module:
     """The module tree anew, with the tensors of `model`, reading from shards of these layouts that are never touched.
 
     Tensors on the meta device become tensors of the device `of_meta`, whose memory is never touched either: tracing on
@@ -143,7 +143,8 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout], of_meta: str = "cp
     read_of_parameter = {}
     parameter_of_name = dict(model.named_parameters())
     for layout in layouts:
-        device = of_meta if layout.device.type == "meta" else layout.device
+        is_offloaded = layout.compute_device is not None
+        device = layout.device if layout.device.type != "meta" else "cpu" if is_offloaded else of_meta
         data = nn.Parameter(torch.empty(layout.numel, dtype=layout.dtype, device=device), layout.requires_grad)
         shard = StandIn(data)
         for slot in layout.slots:
@@ -157,21 +158,6 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout], of_meta: str = "cp
     install_reads(copied, read_of_parameter, Running(num_calls=1))
     checkpoint_in_forward(copied)
     return copied
-
-
-def off_meta(tree: Any, device: str | torch.device = "cpu") -> Any:
-    """`tree` with every tensor on the meta device replaced by an uninitialised one on `device`."""
-
-    def replace(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            return tensor
-        data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(data, tensor.requires_grad)
-        vars(data).update(vars(tensor))  # which dimensions are marked as dynamic, among others
-        return data.requires_grad_(tensor.requires_grad)
-
-    return tree_map_only(torch.Tensor, replace, tree)
 
 
 class ReadingModule(CalledByItself, RefusesWrappers):

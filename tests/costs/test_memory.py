@@ -39,13 +39,14 @@ def test_what_a_forward_holds_by_hand():
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.heads, self.project = nn.Linear(8, 24, bias=False), nn.Linear(8, 8, bias=False)
+        self.dropout = dropout
 
     def forward(self, x):
         query, key, value = self.heads(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
         return self.project(mixed.transpose(1, 2).flatten(2))
 
 

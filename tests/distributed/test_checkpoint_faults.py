@@ -14,14 +14,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fsdp_compile import shard
 from tests import ranks
-from tests.distributed.training import adamw, compiled, load_checkpoint, save_checkpoint, train
+from tests.distributed.training import adamw, load_checkpoint, save_checkpoint, train
 from tests.models import build
 from tests.ranks import on_ranks, run_on_ranks
 
 
 def fresh(seed):
-    model = compiled(build("gpt", seed=seed))
+    model = shard(build("gpt", seed=seed))
     return model, adamw(model.parameters())
 
 

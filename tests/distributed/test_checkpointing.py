@@ -32,6 +32,7 @@ from tests.distributed.training import (
     gathered_units,
     sgd,
     take_step,
+    torch_compiled,
     train,
 )
 from tests.models import Block, Gpt, Regression, build, made
@@ -84,9 +85,6 @@ def test_a_checkpointed_model_trains(world_size, front_end, kind):
 WRAPPERS = {
     "non_reentrant": functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
     "reentrant": functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT),
-    "selective": functools.partial(
-        checkpoint_wrapper, context_fn=functools.partial(create_selective_checkpoint_contexts, save_matmuls)
-    ),
 }
 
 
@@ -139,7 +137,7 @@ COMPOSED = {
     "selective after sharding": lambda: compose(
         fully_sharded(build("gpt"), mesh=mesh_of_replicas()), context_fn=KINDS["selective_policy"]["context_fn"]
     ),
-    "within another": lambda: torch.compile(shard(composable(compose(build("gpt")))), backend="fsdp"),
+    "within another": lambda: torch_compiled(composable(compose(build("gpt")))),
     "eager": lambda: shard(compose(build("gpt"))),
 }
 
@@ -297,7 +295,7 @@ def state_of_rank(rank):
 @pytest.mark.parametrize(
     ("front_end", "kind", "budget"),
     [
-        *(("compiled", kind, 1.0) for kind in (None, "composable", *KINDS)),
+        *(("compiled", kind, 1.0) for kind in (None, "composable", "non_reentrant", "reentrant", "selective_policy")),
         *(("eager", kind, 1.0) for kind in (None, "non_reentrant", "reentrant")),
         ("compiled", None, 0.1),
         ("compiled", None, 0.0),

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy, wrap
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, compat, fsdp_compile, rewrite, shard
 from fsdp_compile.compat import FullyShardedDataParallel as FSDP
@@ -256,13 +256,6 @@ def test_fully_sharded_data_parallel_by_every_signature(world_size, signature):
 
 def policy_of_1_11(module, recurse, unwrapped_params):
     return recurse or unwrapped_params > 100
-
-
-@on_ranks(2)
-def test_no_shard_is_data_parallel(world_size):
-    model = wrapped(build("gpt"), sharding_strategy=ShardingStrategy.NO_SHARD)
-    assert all(parameter.placements == (Replicate(),) for parameter in model.parameters())
-    assert_trains_as(model, build("gpt"))
 
 
 class Normed(nn.Module):

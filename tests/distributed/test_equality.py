@@ -27,11 +27,18 @@ all_backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 
 @pytest.mark.parametrize("name", ROW_WISE)
 @all_backends
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_training_equals_the_unsharded_model(world_size, backend, name):
     model = fsdp_compile(build(name), backend=backend)
     assert_trains_as(model, build(name), STEPS)
     assert len(model.graphs) == NUM_GRAPHS.get(name, 1)
+
+
+@pytest.mark.parametrize("name", ["odd_mlp", "few_rows", "odd_parameters"])
+@all_backends
+@on_ranks(4)
+def test_training_where_some_ranks_have_no_rows_of_a_parameter(world_size, backend, name):
+    test_training_equals_the_unsharded_model(world_size=world_size, backend=backend, name=name)
 
 
 @pytest.mark.parametrize(("backend", "name"), [("aot_eager", "gpt"), ("inductor", "odd_mlp")])
@@ -47,7 +54,7 @@ def test_the_same_training_twice_is_equal_to_the_last_bit(world_size, backend, n
 # Each rank's BatchNorm sees that rank's rows only, as in FSDP2 and DDP. So the exact reference is not the
 # model on the whole batch, but one unsharded model per rank, with averaged gradients and own statistics.
 @all_backends
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_training_with_batch_norm_equals_replicas_with_averaged_gradients(world_size, backend):
     replicas, expected_losses = train_replicas("conv_net", STEPS)
     expected = replicas[dist.get_rank()]
@@ -59,22 +66,6 @@ def test_training_with_batch_norm_equals_replicas_with_averaged_gradients(world_
     assert_same_parameters(model, expected)
     assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
     assert not torch.equal(replicas[0].stem[1].running_mean, replicas[1].stem[1].running_mean)
-
-
-@on_ranks(2)
-def test_batch_norm_on_one_batch_shared_by_all_ranks_equals_the_unsharded_model(world_size):
-    def shared_batch(model, step):
-        return model.inputs(4, seed=step)
-
-    expected = build("conv_net")
-    expected_losses = train(expected, adamw(expected.parameters()), STEPS, batch=shared_batch)
-
-    model = fsdp_compile(build("conv_net"), backend="aot_eager")
-    losses = train(model, adamw(model.parameters()), STEPS, batch=shared_batch)
-
-    assert_close(losses, expected_losses)
-    assert_same_parameters(model, expected)
-    assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -184,7 +184,7 @@ WRONG_VALUES = {
     "sharding_strategy": ["auto", 1, None],
     "mp_policy": [torch.bfloat16, {"encoder.*": MixedPrecisionPolicy()}],
     "offload_policy": ["cpu", True],
-    "ignored_params": ["weight", [torch.ones(2)]],
+    "ignored_params": ["weight", ["weight"], [torch.ones(2)], [nn.Parameter(torch.ones(3))]],
     "param_init_fn": ["zeros"],
     "sync_module_states": ["yes", None],
     "memory_budget": [0, "much", 1.5],

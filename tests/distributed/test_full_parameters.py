@@ -12,9 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_compile import ConfigError, shard
-from fsdp_compile.backend import backend_for
-from fsdp_compile.compiler.options import CompileConfig
-from fsdp_compile.module.sharding import sharding_of
 from tests.distributed.training import (
     adamw,
     assert_close,
@@ -22,6 +19,7 @@ from tests.distributed.training import (
     assert_same_parameters,
     assert_same_tensors,
     assert_trains_as,
+    backend_of,
     backward_of_both,
     batch_of_rank,
     both_front_ends,
@@ -231,7 +229,7 @@ def test_what_has_no_meaning_inside_is_refused(world_size, front_end):
     model = compiled(nn.Linear(2, 2)) if front_end == "compiled" else shard(nn.Linear(2, 2))
     called = model
     if front_end == "torch.compile":  # which traces the call of the model
-        called = torch.compile(model, backend=backend_for(sharding_of(model), CompileConfig("aot_eager")))
+        called = torch.compile(model, backend=backend_of(model))
     x = torch.ones(3, 2)
     called(x).sum().backward()
     refused = {

@@ -346,25 +346,6 @@ def test_buffers_that_are_written_and_used_on_a_single_rank_by_inductor(world_si
         assert_trains_as(fsdp_compile(made(WritesBuffers)), made(WritesBuffers))
 
 
-class ManyOutputs(OddMlp):
-    def forward(self, x, target=None, *, scale=1.0):
-        y = self.layers(x)
-        loss = F.mse_loss(y.sum(1, keepdim=True), target) * scale
-        return {"loss": loss, "outputs": (y, [x])}
-
-
-@both_front_ends
-@on_ranks(2)
-def test_keyword_arguments_and_nested_outputs(world_size, front_end):
-    expected, model = made(ManyOutputs), front_end(made(ManyOutputs))
-    x, target = first_rows(model, 0)
-    outputs, expected_outputs = (network(x, target=target, scale=2.0) for network in (model, expected))
-    assert_close(outputs, expected_outputs)
-    outputs["loss"].backward()
-    expected_outputs["loss"].backward()
-    assert_same_gradients(model, expected)
-
-
 class Outer(Regression):
     def __init__(self):
         super().__init__()

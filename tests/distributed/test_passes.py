@@ -8,7 +8,7 @@ from torch import nn
 from fsdp_compile import ConfigError, fsdp_compile, rewrite
 from fsdp_compile.passes import analysis, ops
 from fsdp_compile.passes.errors import VerifyError
-from tests.distributed.training import assert_trains_as, gathered_units, sgd
+from tests.distributed.training import assert_trains_as, sgd
 from tests.models import build
 from tests.passes.tiny import rows, three_layers
 from tests.ranks import on_ranks
@@ -49,10 +49,10 @@ def test_a_pass_of_the_user_is_in_the_printed_graph():
 @on_ranks(2)
 def test_a_model_with_a_pass_of_the_user_trains_as_without(world_size):
     for backend in ("aot_eager", "inductor"):
-        model = fsdp_compile(build("gpt"), backend=backend, passes=[GatherAtOnce()])
-        assert_trains_as(model, build("gpt"), range(3), sgd)
-        num = len(gathered_units(model.graphs[0].forward))
-        assert first_calls(model.graphs[0].forward, num) == ["gather"] * num
+        options = {"auto_wrap_policy": {nn.Linear}, "passes": [GatherAtOnce()]}
+        model = fsdp_compile(build("odd_mlp"), backend=backend, **options)
+        assert_trains_as(model, build("odd_mlp"), range(3), sgd)
+        assert first_calls(model.graphs[0].forward, 4) == ["gather"] * 3 + ["fsdp.wait.default"]
 
 
 def test_a_defect_of_a_pass_is_found_and_the_error_names_it():

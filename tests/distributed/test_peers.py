@@ -14,7 +14,6 @@ from torch import nn
 from fsdp_compile import rewrite
 from tests.distributed.training import (
     adamw,
-    assert_close,
     assert_same_gradients,
     assert_trains_as,
     batch_of_rank,
@@ -129,17 +128,6 @@ def test_a_model_returns_an_object_of_any_class(world_size, front_end):
 def test_one_unit_holds_trained_parameters_of_two_dtypes(world_size, front_end):
     """FSDP1 and FSDP2 raise (rows 5 and 16)."""
     assert_trains_as(front_end(made(TwoDtypes), auto_wrap_policy=[TwoDtypes]), made(TwoDtypes))
-
-
-@both_front_ends
-@on_ranks(2)
-def test_training_after_a_first_call_in_inference_mode(world_size, front_end):
-    """FSDP1 and FSDP2 set up their buffers in the first call, as inference tensors (row 16)."""
-    model = front_end(build("gpt"))
-    with torch.inference_mode():
-        held_out = batch_of_rank(model, 100)
-        assert_close(model(*held_out), build("gpt")(*held_out))
-    assert_trains_as(model, build("gpt"))
 
 
 # What a step costs beside the kernels

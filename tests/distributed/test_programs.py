@@ -12,28 +12,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compile import ConfigError, register_fsdp_forward_method, shard
-from fsdp_compile.backend import backend_for
-from fsdp_compile.compiler.options import CompileConfig
-from fsdp_compile.module.sharding import sharding_of
 from tests.distributed.test_modules import ReadsItsSibling, assert_trains_as
 from tests.distributed.training import (
     assert_close,
     assert_same_gradients,
+    backend_of,
     batch_of_rank,
     both_front_ends,
     compiled,
     first_rows,
     global_batch,
+    torch_compiled,
 )
 from tests.models import ConvNet, GraphBreak, OddMlp, Regression, build, made
 from tests.ranks import on_ranks
-
-
-def torch_compiled(model):
-    """What torch.compile(shard(model), backend="fsdp") does, without Inductor."""
-    sharding = sharding_of(shard(model))
-    return torch.compile(model, backend=backend_for(sharding, CompileConfig("aot_eager")))
-
 
 three_front_ends = pytest.mark.parametrize(
     "front_end", [compiled, shard, torch_compiled], ids=["compiled", "eager", "torch.compile"]
@@ -47,7 +39,7 @@ three_front_ends = pytest.mark.parametrize(
 def test_blocks_compiled_one_by_one(world_size):
     expected, model = build("gpt"), shard(build("gpt"))
     for block in model.blocks:
-        block.compile(backend=backend_for(sharding_of(model), CompileConfig("aot_eager")))
+        block.compile(backend=backend_of(model))
     assert_trains_as(model, expected, range(2))
     assert len(model.graphs) == 2
 
@@ -63,9 +55,8 @@ def test_models_of_one_class_do_not_share_what_was_compiled_for_one(world_size):
 @on_ranks(2)
 def test_torch_compile_captures_the_whole_of_a_model_or_of_its_part(world_size, is_part):
     expected, model = made(OddMlp), shard(made(OddMlp))
-    backend = backend_for(sharding_of(model), CompileConfig("aot_eager"))
     torch._dynamo.reset()  # what failed to be captured before would not be tried again
-    compiled = torch.compile(model.layers if is_part else model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model.layers if is_part else model, backend=backend_of(model), fullgraph=True)
     if is_part:
         rows, _ = batch_of_rank(expected, 0)
         assert_close(compiled(rows), expected.layers(rows))

@@ -26,8 +26,7 @@ def recorded(model, steps=1):
     return profiler
 
 
-@pytest.mark.parametrize("lowering", ["packed", "grouped"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("backend", "lowering"), [("aot_eager", "packed"), ("inductor", "grouped")])
 @on_ranks(2)
 def test_a_measured_step_has_the_blocks_of_the_plan(world_size, backend, lowering):
     model = trained(backend=backend, collective_lowering=lowering)

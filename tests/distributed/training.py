@@ -20,11 +20,26 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile.backend import backend_for
+from fsdp_compile.compiler.options import CompileConfig
 from fsdp_compile.graphs import RewrittenGraph
+from fsdp_compile.module.sharding import sharding_of
 from fsdp_compile.passes import ops
 from tests.models import build
 
 compiled = functools.partial(fsdp_compile, backend="aot_eager")
+
+
+def backend_of(model: nn.Module) -> Any:
+    """What torch.compile's backend "fsdp" is for a sharded model, without Inductor."""
+    return backend_for(sharding_of(model), CompileConfig("aot_eager"))
+
+
+def torch_compiled(model: nn.Module) -> Any:
+    """What torch.compile(shard(model), backend="fsdp") does, without Inductor."""
+    return torch.compile(shard(model), backend=backend_of(model))
+
+
 both_front_ends = pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
 
 STEPS = range(4)

@@ -1,19 +1,22 @@
 """The programs of small models, checked, and broken on purpose; test_emulation.py runs this where a GPU is emulated."""
 
+import dataclasses
 import re
 from collections import Counter
 from functools import cache
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
 from fsdp_compile.costs import predict
 from fsdp_compile.costs.hardware import find_hardware
 from fsdp_compile.emulation import checks
 from fsdp_compile.emulation.build import build
+from fsdp_compile.emulation.kernels import kernels_of
 from fsdp_compile.emulation.memory import bytes_at_steps, peak_bytes
+from fsdp_compile.emulation.prediction import predict_built
 from fsdp_compile.emulation.wrapper import steps_of
 from fsdp_compile.options import Options
 from fsdp_compile.passes import ops
@@ -27,6 +30,19 @@ PROGRAMS = {
     "prefetch 2": ("gpt", {"forward_prefetch": 2, "backward_prefetch": 2, "collective_lowering": "grouped"}, 4),
     "mixed": ("gpt", {"mp_policy": MIXED, "collective_lowering": "grouped"}, 4),
     "mixed packed": ("gpt", {"mp_policy": MIXED, "collective_lowering": "packed"}, 4),
+    "offload": ("gpt", {"offload_policy": CPUOffloadPolicy(), "collective_lowering": "grouped"}, 4),
+    "offload packed": ("odd_mlp", {"offload_policy": CPUOffloadPolicy(), "collective_lowering": "packed"}, 4),
+    "no prefetch": (
+        "odd_mlp",
+        {"forward_prefetch": 0, "backward_prefetch": None, "collective_lowering": "grouped"},
+        4,
+    ),
+    "replicated": (
+        "odd_mlp",
+        {"sharding_strategy": ShardingStrategy.NO_SHARD, "collective_lowering": "grouped"},
+        4,
+    ),
+    "budget": ("gpt", {"hardware": "h100", "memory_budget": "1GiB", "collective_lowering": "grouped"}, 4),
     "resharding": ("gpt", {"reshard_after_forward": True, "collective_lowering": "grouped"}, 4),
     "hybrid": (
         "odd_mlp",
@@ -64,8 +80,9 @@ def test_inference_keeps_its_schedule():
 
 
 def test_attention_that_is_computed_again_takes_the_state_of_a_generator_along():
+    """From torch 2.15 on, where it has dropout only."""
     torch._dynamo.reset()
-    model = Checkpointed(first=Attention(), second=Attention()).to("meta")
+    model = Checkpointed(first=Attention(dropout=0.1), second=Attention(dropout=0.1)).to("meta")
     built = build(model, (torch.randn(5, 3, 8, device="meta"),), {}, Options(collective_lowering="grouped"), 2)
     states = [node for node in built.graphs.backward.graph.nodes if ops.is_generator(node)]
     assert len(built.halves) == 2 and states
@@ -169,3 +186,20 @@ def test_the_peak_of_a_program_is_what_its_buffers_take_at_most():
     half = program("grouped").halves[0]
     totals = [total for _, total in bytes_at_steps(half.wrapper, half.bytes_of_buffer)]
     assert peak_bytes(half.wrapper, half.bytes_of_buffer) == max(totals) > totals[0] > 0
+
+
+@pytest.mark.parametrize("name", ["grouped", "packed", "mixed", "convolutions", "replicated"])
+def test_a_prediction_of_the_program_takes_its_own_kernels(name):
+    built, hardware = program(name), find_hardware("h100")
+    rows = kernels_of(built, hardware)
+    found = predict_built(built, rows, hardware)
+    assert found.built.timeline.communication == pytest.approx(found.estimate.timeline.communication)
+    assert found.estimate.timeline.seconds == predict(built.graphs, hardware).timeline.seconds
+    of_kernels = sum(row.num_bytes * sum(row.calls) for row in rows)
+    assert found.built_bytes >= of_kernels > 0
+    larger = [dataclasses.replace(row, num_bytes=row.num_bytes + 2**20) for row in rows]
+    more = predict_built(built, larger, hardware)
+    num_calls = sum(sum(row.calls) for row in rows)
+    assert more.built_bytes == found.built_bytes + num_calls * 2**20
+    seconds = num_calls * 2**20 / hardware.memory_bandwidth
+    assert more.built.timeline.compute == pytest.approx(found.built.timeline.compute + seconds)

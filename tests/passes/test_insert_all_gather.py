@@ -1,4 +1,3 @@
-import torch
 from torch import nn
 
 from fsdp_compile.passes.insert_all_gather import InsertAllGather
@@ -6,14 +5,12 @@ from fsdp_compile.passes.lower_collectives import LowerCollectives
 from fsdp_compile.passes.plan import Gather, StepPlan
 from tests.passes.tiny import (
     Adapted,
-    Chain,
     Checkpointed,
     Tempered,
     biased,
     linear,
     rows,
     tied,
-    two_layers,
     two_products,
 )
 from tests.passes.tracing import Pictures, trace
@@ -96,29 +93,8 @@ forward(up: f32[20], primals_2: f32[3,4], down: f32[12])
   return [addmm_1, down.weight, primals_2, addmm]""",
         )
         # The backward, which the plan does not name, gathers as it would without.
-        self.assertExpectedInline(
-            str(graphs.after(InsertAllGather, "backward")),
-            """\
-backward(down.weight: f32[2,8], primals_2: f32[3,4], addmm: f32[3,8], tangents_1: f32[3,2])
-  permute_1: f32[8,2] = permute(down.weight, [1, 0])
-  permute_2: f32[2,8] = permute(permute_1, [1, 0])
-  mm: f32[3,8] = mm(tangents_1, permute_2)
-  permute_3: f32[2,3] = permute(tangents_1, [1, 0])
-  mm_1: f32[2,8] = mm(permute_3, addmm)
-  sum_1: f32[1,2] = sum.dim_IntList(tangents_1, [0], True)
-  view: f32[2] = view(sum_1, [2])
-  down.packed: f32[24] = fsdp.pack([mm_1, view], [0, 8])
-  down.grad.pending: f32[12] = fsdp.reduce_scatter(down.packed)
-  down.grad: f32[12] = fsdp.wait(down.grad.pending)
-  permute_6: f32[8,3] = permute(mm, [1, 0])
-  mm_2: f32[8,4] = mm(permute_6, primals_2)
-  sum_2: f32[1,8] = sum.dim_IntList(mm, [0], True)
-  view_1: f32[8] = view(sum_2, [8])
-  up.packed: f32[40] = fsdp.pack([mm_2, view_1], [0, 16])
-  up.grad.pending: f32[20] = fsdp.reduce_scatter(up.packed)
-  up.grad: f32[20] = fsdp.wait(up.grad.pending)
-  return [up.grad, None, down.grad]""",
-        )
+        without = trace(biased(), rows()).after(InsertAllGather, "backward")
+        self.assertEqual(str(graphs.after(InsertAllGather, "backward")), str(without))
         self.assertExpectedInline(
             str(graphs.after(LowerCollectives)),
             """\
@@ -147,99 +123,8 @@ forward(primals_1: f32[20], primals_2: f32[3,4], primals_3: f32[12])
   return [addmm_1, view_default_2, primals_2, addmm]""",  # noqa: E501
         )
 
-    def test_in_the_grouped_form_parameters_are_views(self):
-        graph = trace(biased(), rows(), grouped=True).after(InsertAllGather)
-        self.assertExpectedInline(
-            str(graph),
-            """\
-forward(up: f32[20], primals_2: f32[3,4], down: f32[12])
-  up.pending: f32[40] = fsdp.all_gather_grouped([up])
-  up.gathered: f32[40] = fsdp.wait(up.pending)
-  up.weight: f32[8,4] = fsdp.view_out(up.gathered, 0)
-  permute: f32[4,8] = permute(up.weight, [1, 0])
-  up.bias: f32[8] = fsdp.view_out(up.gathered, 16)
-  addmm: f32[3,8] = addmm(up.bias, primals_2, permute)
-  down.pending: f32[24] = fsdp.all_gather_grouped([down])
-  down.gathered: f32[24] = fsdp.wait(down.pending)
-  down.weight: f32[2,8] = fsdp.view_out(down.gathered, 0)
-  permute_1: f32[8,2] = permute(down.weight, [1, 0])
-  down.bias: f32[2] = fsdp.view_out(down.gathered, 8)
-  addmm_1: f32[3,2] = addmm(down.bias, addmm, permute_1)
-  return [addmm_1, down.weight, primals_2, addmm]""",
-        )
-
-    def test_the_only_parameter_of_a_bucket_is_a_view_of_what_was_gathered(self):
-        graph = trace(two_layers(), rows()).after(InsertAllGather)
-        self.assertExpectedInline(
-            str(graph),
-            """\
-forward(up: f32[16], primals_2: f32[3,4], down: f32[8])
-  up.pending: f32[32] = fsdp.all_gather(up)
-  up.gathered: f32[32] = fsdp.wait(up.pending)
-  up.weight: f32[8,4] = fsdp.view_out(up.gathered, 0)
-  permute: f32[4,8] = permute(up.weight, [1, 0])
-  mm: f32[3,8] = mm(primals_2, permute)
-  down.pending: f32[16] = fsdp.all_gather(down)
-  down.gathered: f32[16] = fsdp.wait(down.pending)
-  down.weight: f32[2,8] = fsdp.view_out(down.gathered, 0)
-  permute_1: f32[8,2] = permute(down.weight, [1, 0])
-  mm_1: f32[3,2] = mm(mm, permute_1)
-  return [mm_1, down.weight, primals_2, mm]""",
-        )
-
-    def test_with_uneven_rows_what_is_gathered_is_padded(self):
-        model = Chain(up=nn.Linear(5, 7), mid=nn.Linear(7, 15), down=linear(15, 3))
-        graph = trace(model, rows(5), world_size=4).after(InsertAllGather)
-        self.assertExpectedInline(
-            str(graph),
-            """\
-forward(up: f32[16], primals_2: f32[3,5], mid: f32[32], down: f32[16])
-  up.pending: f32[64] = fsdp.all_gather(up)
-  up.gathered: f32[64] = fsdp.wait(up.pending)
-  up.weight: f32[7,5] = fsdp.copy_out(up.gathered, 0)
-  permute: f32[5,7] = permute(up.weight, [1, 0])
-  up.bias: f32[7] = fsdp.copy_out(up.gathered, 12)
-  addmm: f32[3,7] = addmm(up.bias, primals_2, permute)
-  mid.pending: f32[128] = fsdp.all_gather(mid)
-  mid.gathered: f32[128] = fsdp.wait(mid.pending)
-  mid.weight: f32[15,7] = fsdp.copy_out(mid.gathered, 0)
-  permute_1: f32[7,15] = permute(mid.weight, [1, 0])
-  mid.bias: f32[15] = fsdp.copy_out(mid.gathered, 28)
-  addmm_1: f32[3,15] = addmm(mid.bias, addmm, permute_1)
-  down.pending: f32[64] = fsdp.all_gather(down)
-  down.gathered: f32[64] = fsdp.wait(down.pending)
-  down.weight: f32[3,15] = fsdp.copy_out(down.gathered, 0)
-  permute_2: f32[15,3] = permute(down.weight, [1, 0])
-  mm: f32[3,3] = mm(addmm_1, permute_2)
-  return [mm, mid, down.weight, primals_2, addmm, addmm_1]""",
-        )
-
     def test_the_backward_casts_and_transposes_a_weight_only_where_it_is_needed(self):
         graphs = trace(two_products(), rows().bfloat16().requires_grad_(), reshard={"top": True})
-        self.assertExpectedInline(
-            str(graphs.before(InsertAllGather, "backward")),
-            """\
-backward(top: f32[8], low: f32[8], permute: bf16[4,3], permute_2: bf16[4,3], tangents_1: bf16[3,4])
-  top.weight: f32[4,4] = fsdp.unshard(top, 0)
-  low.weight: f32[4,4] = fsdp.unshard(low, 0)
-  convert_element_type_3: bf16[4,4] = prims.convert_element_type(top.weight, bf16)
-  permute_4: bf16[4,4] = permute(convert_element_type_3, [1, 0])
-  convert_element_type: bf16[4,4] = prims.convert_element_type(low.weight, bf16)
-  permute_5: bf16[4,4] = permute(convert_element_type, [1, 0])
-  mm_2: bf16[4,4] = mm(permute, tangents_1)
-  mm_3: bf16[3,4] = mm(tangents_1, permute_4)
-  convert_element_type_10: f32[4,4] = prims.convert_element_type(mm_2, f32)
-  top.packed: f32[16] = fsdp.pack([convert_element_type_10], [0])
-  top.grad.pending: f32[8] = fsdp.reduce_scatter(top.packed)
-  top.grad: f32[8] = fsdp.wait(top.grad.pending)
-  mm_4: bf16[4,4] = mm(permute_2, mm_3)
-  mm_5: bf16[3,4] = mm(mm_3, permute_5)
-  convert_element_type_15: f32[4,4] = prims.convert_element_type(mm_4, f32)
-  low.packed: f32[16] = fsdp.pack([convert_element_type_15], [0])
-  low.grad.pending: f32[8] = fsdp.reduce_scatter(low.packed)
-  low.grad: f32[8] = fsdp.wait(low.grad.pending)
-  return [low.grad, mm_5, top.grad]""",
-        )
         self.assertExpectedInline(
             str(graphs.after(InsertAllGather, "backward")),
             """\
@@ -355,27 +240,6 @@ forward(mix: f32[8], primals_2: f32[3,4], temperature.shard: f32[4])
   temperature: f32[] = fsdp.view_out(temperature.shard, 0)
   mul: f32[3,4] = mul(mm, temperature)
   return [mul, temperature.shard, primals_2, mm]""",
-        )
-
-    def test_without_gradients_there_is_one_graph(self):
-        with torch.no_grad():
-            graphs = trace(two_layers(), rows())
-        self.assertIsNone(graphs.graphs.backward)
-        self.assertExpectedInline(
-            str(graphs.after(InsertAllGather)),
-            """\
-forward(up: f32[16], arg1_1: f32[3,4], down: f32[8])
-  up.pending: f32[32] = fsdp.all_gather(up)
-  up.gathered: f32[32] = fsdp.wait(up.pending)
-  up.weight: f32[8,4] = fsdp.view_out(up.gathered, 0)
-  permute: f32[4,8] = permute(up.weight, [1, 0])
-  mm: f32[3,8] = mm(arg1_1, permute)
-  down.pending: f32[16] = fsdp.all_gather(down)
-  down.gathered: f32[16] = fsdp.wait(down.pending)
-  down.weight: f32[2,8] = fsdp.view_out(down.gathered, 0)
-  permute_1: f32[8,2] = permute(down.weight, [1, 0])
-  mm_1: f32[3,2] = mm(mm, permute_1)
-  return [mm_1]""",
         )
 
     def test_a_graph_that_reads_no_shard_is_left_alone(self):

@@ -43,47 +43,8 @@ joint(root: f32[20], primals_2: f32[3,4], tangents_1: f32[3,8])
   return [addmm, root.grad, None]""",
         )
 
-    def test_gradients_of_one_parameter_are_added_before_they_are_reduced(self):
-        graphs = trace(ScaleAndShift(), rows())
-        self.assertExpectedInline(
-            str(graphs.after(MergeGradients, "joint")),
-            """\
-joint(root: f32[4], primals_2: f32[3,4], tangents_1: f32[3,4])
-  weight: f32[4] = fsdp.unshard(root, 0)
-  mul: f32[3,4] = mul(primals_2, weight)
-  add: f32[3,4] = add(mul, weight)
-  sum_1: f32[1,4] = sum.dim_IntList(tangents_1, [0], True)
-  view: f32[4] = view(sum_1, [4])
-  mul_1: f32[3,4] = mul(tangents_1, primals_2)
-  sum_2: f32[1,4] = sum.dim_IntList(mul_1, [0], True)
-  view_1: f32[4] = view(sum_2, [4])
-  add_tensor: f32[4] = add(view, view_1)
-  root.grad: f32[4] = fsdp.reduce_gradient([add_tensor], [0])
-  return [add, root.grad, None]""",
-        )
-
     def test_gradients_of_one_parameter_are_added_in_the_order_in_which_autograd_adds_them(self):
         graphs = trace(CalledTwice(), rows())
-        self.assertExpectedInline(
-            str(graphs.before(MergeGradients, "joint")),
-            """\
-joint(root: f32[8], primals_2: f32[3,4], tangents_1: f32[3,4])
-  mix.weight: f32[4,4] = fsdp.unshard(root, 0)
-  permute: f32[4,4] = permute(mix.weight, [1, 0])
-  mm: f32[3,4] = mm(primals_2, permute)
-  permute_1: f32[4,4] = permute(mix.weight, [1, 0])
-  mm_1: f32[3,4] = mm(mm, permute_1)
-  permute_2: f32[4,3] = permute(tangents_1, [1, 0])
-  mm_2: f32[4,4] = mm(permute_2, mm)
-  permute_4: f32[4,4] = permute(permute_1, [1, 0])
-  mm_3: f32[3,4] = mm(tangents_1, permute_4)
-  root.grad: f32[8] = fsdp.reduce_gradient([mm_2], [0])
-  permute_6: f32[4,3] = permute(mm_3, [1, 0])
-  mm_4: f32[4,4] = mm(permute_6, primals_2)
-  root.grad#2: f32[8] = fsdp.reduce_gradient([mm_4], [0])
-  add: f32[8] = add(root.grad, root.grad#2)
-  return [mm_1, add, None]""",
-        )
         self.assertExpectedInline(
             str(graphs.after(MergeGradients, "joint")),
             """\

@@ -99,6 +99,10 @@ class CountsBackwards(Counts):
         return ScaledInBackward.apply(x, self.rows, 2)
 
 
+def first_line(graph):
+    return str(graph).partition("\n")[0]
+
+
 def last_line(graph):
     return str(graph).splitlines()[-1].strip()
 
@@ -211,35 +215,7 @@ forward(x: f32[4,4], w: f32[4,4])
   return [mm_default, rsqrt_default, bernoulli_p, exp_default, div_tensor, t_default]""",
         )
 
-    def test_a_unit_that_is_not_resharded_is_saved_whole(self):
-        graphs = trace(three_layers(), rows(), reshard={"mid": False, "top": True})
-        self.assertExpectedInline(
-            last_line(graphs.after(PartitionJoint)), """return [mm_2, mid.weight, top, primals_2, mm, mm_1]"""
-        )
-        self.assertExpectedInline(
-            str(graphs.after(PartitionJoint, "backward")),
-            """\
-backward(mid.weight: f32[4,4], top: f32[8], primals_2: f32[3,4], mm: f32[3,4], mm_1: f32[3,4], tangents_1: f32[3,4])
-  top.weight: f32[4,4] = fsdp.unshard(top, 0)
-  permute_3: f32[4,3] = permute(tangents_1, [1, 0])
-  mm_3: f32[4,4] = mm(permute_3, mm_1)
-  permute_2: f32[4,4] = permute(top.weight, [1, 0])
-  permute_5: f32[4,4] = permute(permute_2, [1, 0])
-  mm_4: f32[3,4] = mm(tangents_1, permute_5)
-  top.grad: f32[8] = fsdp.reduce_gradient([mm_3], [0])
-  permute_7: f32[4,3] = permute(mm_4, [1, 0])
-  mm_5: f32[4,4] = mm(permute_7, mm)
-  permute_1: f32[4,4] = permute(mid.weight, [1, 0])
-  permute_9: f32[4,4] = permute(permute_1, [1, 0])
-  mm_6: f32[3,4] = mm(mm_4, permute_9)
-  mid.grad: f32[8] = fsdp.reduce_gradient([mm_5], [0])
-  permute_11: f32[4,3] = permute(mm_6, [1, 0])
-  mm_7: f32[4,4] = mm(permute_11, primals_2)
-  low.grad: f32[8] = fsdp.reduce_gradient([mm_7], [0])
-  return [low.grad, None, mid.grad, top.grad]""",
-        )
-
-    def test_the_last_unit_stays_unless_it_is_to_be_resharded(self):
+    def test_the_last_unit_stays_unless_it_is_to_be_resharded_and_others_on_request(self):
         def saved(**reshard):
             return last_line(trace(three_layers(), rows(), reshard=reshard).after(PartitionJoint))
 
@@ -247,6 +223,7 @@ backward(mid.weight: f32[4,4], top: f32[8], primals_2: f32[3,4], mm: f32[3,4], m
         self.assertExpectedInline(
             saved(low=False, mid=False, top=False), """return [mm_2, mid.weight, top.weight, primals_2, mm, mm_1]"""
         )
+        self.assertExpectedInline(saved(mid=False, top=True), """return [mm_2, mid.weight, top, primals_2, mm, mm_1]""")
         self.assertExpectedInline(
             saved(low=True, mid=True, top=True), """return [mm_2, mid, top, primals_2, mm, mm_1]"""
         )
@@ -307,41 +284,7 @@ backward(mid: f32[8], top.weight: f32[4,4], primals_2: f32[3,4], mm_1: f32[3,4],
     def test_a_checkpointed_unit_is_computed_again_from_its_shard(self):
         graphs = trace(Checkpointed(first=linear(4, 4), second=linear(4, 4)), rows())
         self.assertExpectedInline(
-            str(graphs.after(PartitionJoint)),
-            """\
-forward(primals_1: f32[3,4], first: f32[8], second: f32[8])
-  first.weight: f32[4,4] = fsdp.unshard(first, 0)
-  second.weight: f32[4,4] = fsdp.unshard(second, 0)
-  permute: f32[4,4] = permute(first.weight, [1, 0])
-  mm: f32[3,4] = mm(primals_1, permute)
-  sin: f32[3,4] = sin(mm)
-  permute_1: f32[4,4] = permute(second.weight, [1, 0])
-  mm_1: f32[3,4] = mm(sin, permute_1)
-  sin_1: f32[3,4] = sin(mm_1)
-  return [sin_1, first, second.weight, primals_1, sin]""",
-        )
-        self.assertExpectedInline(
-            str(graphs.after(PartitionJoint, "backward")),
-            """\
-backward(first: f32[8], second.weight: f32[4,4], primals_1: f32[3,4], sin: f32[3,4], tangents_1: f32[3,4])
-  first.weight: f32[4,4] = fsdp.unshard(first, 0)
-  permute_1: f32[4,4] = permute(second.weight, [1, 0])
-  mm_1: f32[3,4] = mm(sin, permute_1)
-  cos: f32[3,4] = cos(mm_1)
-  mul: f32[3,4] = mul(tangents_1, cos)
-  permute_2: f32[4,3] = permute(mul, [1, 0])
-  mm_2: f32[4,4] = mm(permute_2, sin)
-  permute_4: f32[4,4] = permute(permute_1, [1, 0])
-  mm_3: f32[3,4] = mm(mul, permute_4)
-  second.grad: f32[8] = fsdp.reduce_gradient([mm_2], [0])
-  permute: f32[4,4] = permute(first.weight, [1, 0])
-  mm: f32[3,4] = mm(primals_1, permute)
-  cos_1: f32[3,4] = cos(mm)
-  mul_1: f32[3,4] = mul(mm_3, cos_1)
-  permute_6: f32[4,3] = permute(mul_1, [1, 0])
-  mm_4: f32[4,4] = mm(permute_6, primals_1)
-  first.grad: f32[8] = fsdp.reduce_gradient([mm_4], [0])
-  return [None, first.grad, second.grad]""",
+            last_line(graphs.after(PartitionJoint)), """return [sin_1, first, second.weight, primals_1, sin]"""
         )
 
     def test_what_follows_from_random_numbers_is_saved(self):
@@ -369,22 +312,8 @@ forward(primals_1: f32[3,4], root: f32[8])
     def test_random_numbers_are_drawn_once_whatever_the_memory_budget(self):
         graphs = trace(DroppedActivations(), rows())
         self.assertExpectedInline(
-            str(graphs.after(PartitionJoint)),
-            """\
-forward(up: f32[16], primals_2: f32[3,4], down: f32[8])
-  up.weight: f32[8,4] = fsdp.unshard(up, 0)
-  down.weight: f32[2,8] = fsdp.unshard(down, 0)
-  permute: f32[4,8] = permute(up.weight, [1, 0])
-  mm: f32[3,8] = mm(primals_2, permute)
-  inductor_seeds_default: i64[1] = prims.inductor_seeds(1, cpu)
-  inductor_lookup_seed_default: i64[] = prims.inductor_lookup_seed(inductor_seeds_default, 0)
-  inductor_random_default: f32[3,8] = prims.inductor_random([3, 8], inductor_lookup_seed_default, rand)
-  gt: b8[3,8] = gt.Scalar(inductor_random_default, 0.5)
-  mul: f32[3,8] = mul(gt, mm)
-  mul_1: f32[3,8] = mul(mul, 2.0)
-  permute_1: f32[8,2] = permute(down.weight, [1, 0])
-  mm_1: f32[3,2] = mm(mul_1, permute_1)
-  return [mm_1, up, down.weight, inductor_seeds_default, primals_2]""",
+            last_line(graphs.after(PartitionJoint)),
+            """return [mm_1, up, down.weight, inductor_seeds_default, primals_2]""",
         )
         self.assertExpectedInline(
             body(graphs.after(PartitionJoint, "backward")),
@@ -416,44 +345,9 @@ forward(up: f32[16], primals_2: f32[3,4], down: f32[8])
     def test_of_several_random_results_the_one_is_saved_that_the_backward_reads(self):
         graphs = trace(Drawn(), rows())
         self.assertExpectedInline(
-            str(graphs.after(PartitionJoint)),
-            """\
-forward(up: f32[16], primals_2: f32[3,4], down: f32[8])
-  up.weight: f32[8,4] = fsdp.unshard(up, 0)
-  down.weight: f32[2,8] = fsdp.unshard(down, 0)
-  permute: f32[4,8] = permute(up.weight, [1, 0])
-  mm: f32[3,8] = mm(primals_2, permute)
-  draw = tests.draw(mm)
-  getitem_2: f32[3,8] = getitem(draw, 1)
-  getitem: f32[3,8] = getitem(draw, 0)
-  mul: f32[3,8] = mul(mm, getitem)
-  sin: f32[3,8] = sin(mul)
-  permute_1: f32[8,2] = permute(down.weight, [1, 0])
-  mm_1: f32[3,2] = mm(sin, permute_1)
-  return [mm_1, up, down.weight, getitem, getitem_2, primals_2]""",
+            last_line(graphs.after(PartitionJoint)), """return [mm_1, up, down.weight, getitem, getitem_2, primals_2]"""
         )
-        self.assertExpectedInline(
-            body(graphs.after(PartitionJoint, "backward")),
-            """\
-  up.weight: f32[8,4] = fsdp.unshard(up, 0)
-  permute_2: f32[2,3] = permute(tangents_1, [1, 0])
-  permute: f32[4,8] = permute(up.weight, [1, 0])
-  mm: f32[3,8] = mm(primals_2, permute)
-  mul: f32[3,8] = mul(mm, getitem_2)
-  sin: f32[3,8] = sin(mul)
-  mm_2: f32[2,8] = mm(permute_2, sin)
-  permute_1: f32[8,2] = permute(down.weight, [1, 0])
-  permute_4: f32[2,8] = permute(permute_1, [1, 0])
-  mm_3: f32[3,8] = mm(tangents_1, permute_4)
-  down.grad: f32[8] = fsdp.reduce_gradient([mm_2], [0])
-  cos: f32[3,8] = cos(mul)
-  mul_1: f32[3,8] = mul(mm_3, cos)
-  mul_2: f32[3,8] = mul(mul_1, getitem_3)
-  permute_6: f32[8,3] = permute(mul_2, [1, 0])
-  mm_4: f32[8,4] = mm(permute_6, primals_2)
-  up.grad: f32[16] = fsdp.reduce_gradient([mm_4], [0])
-  return [up.grad, None, down.grad]""",
-        )
+        self.assertNotIn("tests.draw", str(graphs.after(PartitionJoint, "backward")))
 
     @torch._functorch.config.patch(activation_memory_budget=0.0)
     def test_attention_without_dropout_is_computed_again(self):
@@ -467,53 +361,18 @@ forward(up: f32[16], primals_2: f32[3,4], down: f32[8])
         torch._dynamo.mark_dynamic(x, 0)
         graphs = trace(two_layers(), x)
         self.assertExpectedInline(
-            str(graphs.after(PartitionJoint)),
-            """\
-forward(up: f32[16], primals_2, primals_3: f32[s33,4], down: f32[8])
-  up.weight: f32[8,4] = fsdp.unshard(up, 0)
-  down.weight: f32[2,8] = fsdp.unshard(down, 0)
-  permute: f32[4,8] = permute(up.weight, [1, 0])
-  mm: f32[s33,8] = mm(primals_3, permute)
-  permute_1: f32[8,2] = permute(down.weight, [1, 0])
-  mm_1: f32[s33,2] = mm(mm, permute_1)
-  return [mm_1, down.weight, primals_3, mm, primals_2]""",
+            last_line(graphs.after(PartitionJoint)), """return [mm_1, down.weight, primals_3, mm, primals_2]"""
         )
         self.assertExpectedInline(
-            str(graphs.after(PartitionJoint, "backward")),
+            first_line(graphs.after(PartitionJoint, "backward")),
             """\
-backward(primals_2, down.weight: f32[2,8], primals_3: f32[s33,4], mm: f32[s33,8], tangents_1: f32[s33,2])
-  permute_2: f32[2,s33] = permute(tangents_1, [1, 0])
-  mm_2: f32[2,8] = mm(permute_2, mm)
-  permute_1: f32[8,2] = permute(down.weight, [1, 0])
-  permute_4: f32[2,8] = permute(permute_1, [1, 0])
-  mm_3: f32[s33,8] = mm(tangents_1, permute_4)
-  down.grad: f32[8] = fsdp.reduce_gradient([mm_2], [0])
-  permute_6: f32[8,s33] = permute(mm_3, [1, 0])
-  mm_4: f32[8,4] = mm(permute_6, primals_3)
-  up.grad: f32[16] = fsdp.reduce_gradient([mm_4], [0])
-  return [up.grad, None, None, down.grad]""",
+backward(primals_2, down.weight: f32[2,8], primals_3: f32[s33,4], mm: f32[s33,8], tangents_1: f32[s33,2])""",
         )
 
     def test_what_follows_from_an_input_that_is_written_is_saved(self):
         self.assertExpectedInline(
-            str(trace(Counts(), rows()).after(PartitionJoint)),
-            """\
-forward(primals_1: f32[], root: f32[8], primals_3: f32[3,4], primals_4: f32[2,4])
-  mix.weight: f32[4,4] = fsdp.unshard(root, 0)
-  cos: f32[] = cos(primals_1)
-  permute: f32[4,4] = permute(mix.weight, [1, 0])
-  mm: f32[3,4] = mm(primals_3, permute)
-  neg: f32[2,4] = neg(primals_4)
-  select: f32[4] = select.int(neg, 0, 0)
-  mul: f32[3,4] = mul(mm, select)
-  add: f32[] = add(primals_1, 1)
-  mul_1: f32[2,4] = mul(primals_4, 2)
-  mul_2: f32[3,4] = mul(mul, cos)
-  mul_3: f32[3,4] = mul(mul_2, add)
-  clone_default: f32[] = clone(primals_1)
-  copy_: f32[] = copy_(primals_1, add)
-  copy__1: f32[2,4] = copy_(primals_4, mul_1)
-  return [mul_3, primals_1, primals_4, clone_default, primals_3, select]""",
+            last_line(trace(Counts(), rows()).after(PartitionJoint)),
+            """return [mul_3, primals_1, primals_4, clone_default, primals_3, select]""",
         )
 
     @torch._functorch.config.patch(activation_memory_budget=0.0)

@@ -63,32 +63,6 @@ forward(primals_1: f32[3,4], low: f32[8], mid: f32[8], top: f32[8])
   return [mm_2, mid, top.weight, convert_element_type, mm, mm_1]""",
         )
 
-    def test_gradients_are_cast_as_they_are_packed_and_reduced_ones_have_the_dtype_of_the_shard(self):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        graph = trace(two_layers(), rows(), mp_policy=policy).after(DelayReduceScatterWait, "backward")
-        self.assertExpectedInline(
-            str(graph),
-            """\
-backward(down.weight: bf16[2,8], convert_element_type: bf16[3,4], mm: bf16[3,8], tangents_1: bf16[3,2])
-  permute_2: bf16[2,3] = permute(tangents_1, [1, 0])
-  mm_2: bf16[2,8] = mm(permute_2, mm)
-  down.packed: bf16[16] = fsdp.pack([mm_2], [0])
-  down.grad.pending: bf16[8] = fsdp.reduce_scatter(down.packed)
-  permute_1: bf16[8,2] = permute(down.weight, [1, 0])
-  permute_4: bf16[2,8] = permute(permute_1, [1, 0])
-  mm_3: bf16[3,8] = mm(tangents_1, permute_4)
-  fsdp.free(down.weight)
-  permute_6: bf16[8,3] = permute(mm_3, [1, 0])
-  mm_4: bf16[8,4] = mm(permute_6, convert_element_type)
-  down.grad: bf16[8] = fsdp.wait(down.grad.pending)
-  down.grad.f32: f32[8] = fsdp.cast(down.grad)
-  up.packed: bf16[32] = fsdp.pack([mm_4], [0])
-  up.grad.pending: bf16[16] = fsdp.reduce_scatter(up.packed)
-  up.grad: bf16[16] = fsdp.wait(up.grad.pending)
-  up.grad.f32: f32[16] = fsdp.cast(up.grad)
-  return [None, up.grad.f32, down.grad.f32]""",
-        )
-
     def test_lowered_the_cast_of_a_gradient_is_a_part_of_its_copy(self):
         graph = trace(two_layers(), rows(), mp_policy=BF16).after(LowerCollectives, "backward")
         self.assertExpectedInline(

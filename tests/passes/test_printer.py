@@ -3,7 +3,7 @@ from torch import nn
 
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.printer import print_graph
-from tests.passes.tiny import Adapted, Bfloat16Product, Chain, biased, four_layers, linear, rows, two_layers
+from tests.passes.tiny import Bfloat16Product, Chain, biased, four_layers, linear, rows, two_layers
 from tests.passes.tracing import Drawing, Pictures, trace
 
 aten = torch.ops.aten
@@ -39,27 +39,6 @@ backward(primals_2: f32[3,4], tangents_1: f32[3,8])
   root.grad.pending: f32[20] = fsdp.reduce_scatter(root.packed)
   root.grad: f32[20] = fsdp.wait(root.grad.pending)
   return [root.grad, None]""",
-        )
-
-    def test_a_unit_with_several_buckets_names_what_tells_them_apart(self):
-        self.assertExpectedInline(
-            str(trace(Adapted(), rows()).graphs.forward),
-            """\
-forward(root/bfloat16.frozen: bf16[8], primals_2: f32[3,4], root/float32: f32[8])
-  root/bfloat16.frozen.pending: bf16[16] = fsdp.all_gather(root/bfloat16.frozen)
-  root/float32.pending: f32[16] = fsdp.all_gather(root/float32)
-  root/bfloat16.frozen.gathered: bf16[16] = fsdp.wait(root/bfloat16.frozen.pending)
-  frozen: bf16[4,4] = fsdp.view_out(root/bfloat16.frozen.gathered, 0)
-  convert_element_type: f32[4,4] = prims.convert_element_type(frozen, f32)
-  fsdp.free(root/bfloat16.frozen.gathered)
-  mm: f32[3,4] = mm(primals_2, convert_element_type)
-  root/float32.gathered: f32[16] = fsdp.wait(root/float32.pending)
-  trained: f32[4,4] = fsdp.view_out(root/float32.gathered, 0)
-  mm_1: f32[3,4] = mm(primals_2, trained)
-  fsdp.free(root/float32.gathered)
-  add: f32[3,4] = add(mm, mm_1)
-  permute: f32[4,3] = permute(primals_2, [1, 0])
-  return [add, permute]""",
         )
 
     def test_an_operator_without_a_value_has_no_left_side(self):

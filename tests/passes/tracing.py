@@ -22,11 +22,12 @@ from fsdp_compile.layout.buckets import NO_AXIS, Axes, Axis, Placement, lay_out
 from fsdp_compile.layout.options import GradientReduction
 from fsdp_compile.layout.precision import find_precision, install_casts
 from fsdp_compile.layout.units import find_units
-from fsdp_compile.module.reading import off_meta, reading_copy
+from fsdp_compile.module.reading import reading_copy
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.pipeline import Pipeline
 from fsdp_compile.passes.printer import print_graph, print_schedule
 from fsdp_compile.passes.verifier import STAGES
+from fsdp_compile.runtime.meta import off_meta
 
 MEAN = GradientReduction()
 STAGE_AFTER = {stage.after: stage for stage in STAGES}
