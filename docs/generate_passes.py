@@ -22,6 +22,7 @@ PASSES = (
     "insert_free",
     "prefetch_all_gather",
     "delay_reduce_scatter_wait",
+    "overlap_copies",
     "end_lives",
     "lower_collectives",
     "pin_matmuls",

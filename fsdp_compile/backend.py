@@ -19,7 +19,7 @@ from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .module.sharding import Sharding, sharding_of
 from .passes.pipeline import Pipeline
-from .runtime import kernels  # noqa: F401  registers the kernels of the operators in captured graphs
+from .runtime import copies, kernels  # noqa: F401  these register the kernels of operators
 from .runtime.agreement import Agreement
 from .runtime.backward import CompiledBackward
 from .runtime.comparison import Line

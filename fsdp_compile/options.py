@@ -80,6 +80,7 @@ class Options:
             hardware=self.hardware,
             passes=self.passes,
             poison=poisons(),
+            pin_memory=self.offload.pin_memory,
         )
         if self.is_auto:
             check_open(self.reshard_after_forward, self.offload)

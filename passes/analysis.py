@@ -73,8 +73,9 @@ def _is_copy(node: torch.fx.Node) -> bool:
 
 
 def _is_converted(node: torch.fx.Node) -> bool:
-    is_last = not any(ops.is_conversion(user) for user in node.users)
-    return ops.is_call(node, ops.CAST, ops.MOVE) and is_last and any(map(ops.is_parameter_out, node.users))
+    if not ops.is_call(node, ops.CAST, ops.MOVE, ops.COPY_WAIT) or any(map(ops.is_conversion, node.users)):
+        return False
+    return any(map(ops.is_parameter_out, node.users))
 
 
 _HEAVY = {

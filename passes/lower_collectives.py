@@ -50,6 +50,7 @@ class LowerCollectives:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         refuse_calls(gm.graph, ops.UNSHARD, ops.PART, until="InsertAllGather")
         refuse_calls(gm.graph, ops.REDUCE_GRADIENT, until="InsertReduceScatter")
+        refuse_calls(gm.graph, ops.MOVE, until="OverlapCopies")
         lowering = _Lowering(gm.graph, self.poison)
         for node in list(gm.graph.nodes):
             if node.op == "call_function" and node.target in _RULES:
@@ -104,7 +105,7 @@ class _Lowering:
 
     def stored(self, shard: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
         """A shard whose slices are sent: computed once, not slice by slice, where a pass computes it."""
-        return shard if shard.op == "placeholder" else self.call(ops.STORE, shard, like=like)
+        return shard if shard.op == "placeholder" or ops.is_copy(shard) else self.call(ops.STORE, shard, like=like)
 
     def padded_rows(self, gradient: torch.fx.Node, world_size: int, like: torch.fx.Node) -> torch.fx.Node:
         """A full gradient as 1-D tensor of `world_size` chunks, zeros after its last row."""
@@ -315,10 +316,6 @@ def _divide(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     return lowering.call(_aten.div.Tensor, *node.args, like=node)
 
 
-def _move(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
-    return lowering.call(torch.ops.prims.device_put.default, *node.args, like=node)
-
-
 def _free(lowering: _Lowering, node: torch.fx.Node) -> None:
     freed: Any = node.args[0]
     if lowering.poison:
@@ -341,6 +338,5 @@ _RULES: dict[Any, Any] = {
     ops.PACK: _pack,
     ops.CAST: _cast,
     ops.DIVIDE: _divide,
-    ops.MOVE: _move,
     ops.FREE: _free,
 }

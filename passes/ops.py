@@ -29,10 +29,13 @@ the grouped form sends one message per parameter in one call, and needs none::
     reduce_scatter(packed), reduce_scatter_grouped(gradients, accumulated), all_reduce(gradient)
                                                       pending; the shard's gradient
     cast(value), divide(value), move(value)           another dtype, a smaller gradient, another device
+    copy_start(source), copy_wait(copied, source)     a move in two: a copy that runs beside the computation
+    copies_done(on_cpu)                               the host waits until these have been read or filled by copies
 
 An operator is a row of this file, an `Operator`. What it becomes is in `lower_collectives`, after which passes it may
 stand in a graph is in `verifier`. The operators have fake implementations (shapes); `unshard`, `reduce_gradient`,
-`pack`, `store` and `poison` also run, by the kernels in `fsdp_compile.runtime`. The others never run.
+`pack`, `store`, `poison` and the three of copies also run, by the kernels in `fsdp_compile.runtime`. The others never
+run.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ class Operator:
         fake: computes the result, on tensors without memory.
         shown: the arguments that are printed; names tell the others.
         name: the printed name of the result, with arguments in braces. Without one it is called as in the graph.
-        name_of_wait: the printed name of the wait for it, if it is a collective.
+        name_of_wait: the printed name of the wait for it, if it starts something.
         kind: what it is, where several are of a kind.
         is_dispatched: whether `fake` needs torch's dispatcher, since its device may not be there outside of it.
     """
@@ -254,6 +257,30 @@ MOVE = Operator(
     kind="conversion",
     is_dispatched=True,
 ).defined()
+COPY_START = Operator(
+    "copy_start(Tensor source, Device device, bool pin_memory) -> Tensor",
+    lambda source, device, pin_memory: torch.empty_like(source, device=device, memory_format=torch.contiguous_format),
+    shown=("source", "device"),
+    name="{source}.{device}.pending",
+    name_of_wait="{source}.{device}",
+    kind="conversion",
+    is_dispatched=True,
+).defined()
+COPY_WAIT = Operator(
+    "copy_wait(Tensor(a) copied, Tensor source) -> Tensor(a)",
+    lambda copied, source: copied.view_as(copied),
+    shown=("copied", "source"),
+    kind="conversion",
+).defined()
+COPIES_DONE = Operator(
+    "copies_done(Tensor[] on_cpu) -> ()",
+    lambda on_cpu: None,
+    shown=("on_cpu",),
+).defined()
+
+COPIES = frozenset({COPY_START, COPY_WAIT, COPIES_DONE})
+LOWERED = frozenset({STORE, POISON, *COPIES})
+"""What is left of the dialect in a graph that is lowered: these run."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -374,6 +401,11 @@ def gathered_shards(gather: torch.fx.Node) -> dict[str, torch.fx.Node]:
         source = source.args[0]
     shards: Any = source if isinstance(source, (list, tuple)) else [source]
     return dict(zip(buckets_of(gather), shards, strict=True))
+
+
+def is_copy(node: torch.fx.Node) -> bool:
+    """Whether this is the start of a copy between devices, a wait for it, or for all."""
+    return is_call(node, *COPIES)
 
 
 def is_conversion(node: torch.fx.Node) -> bool:

@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 @dataclasses.dataclass(frozen=True)
 class PinMatmuls:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
-        refuse_calls(gm.graph, *ops.OPERATORS.keys() - {ops.STORE, ops.POISON}, until="LowerCollectives")
+        refuse_calls(gm.graph, *ops.OPERATORS.keys() - ops.LOWERED, until="LowerCollectives")
         for addition in moving_additions(gm.graph):
             with gm.graph.inserting_before(addition):
                 terms = [ops.call(gm.graph, _aten.unsqueeze.default, term, 0, like=addition) for term in addition.args]
@@ -67,6 +67,6 @@ def _is_addition(node: torch.fx.Node) -> bool:
 
 
 def _is_scheduled(node: torch.fx.Node) -> bool:
-    if ops.is_call(node, ops.POISON):
+    if ops.is_call(node, ops.POISON) or ops.is_copy(node):
         return True
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"

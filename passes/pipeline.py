@@ -4,7 +4,8 @@ What runs on which graph::
 
     joint graph          merge_unshards, merge_gradients, partition_joint
     forward, backward    insert_reduce_scatter, insert_all_gather, insert_free, prefetch_all_gather,
-                         delay_reduce_scatter_wait, the user's passes, end_lives, lower_collectives, pin_matmuls
+                         delay_reduce_scatter_wait, overlap_copies, the user's passes, end_lives, lower_collectives,
+                         pin_matmuls
 
 A graph without a backward (no_grad, inference) runs through the first pass and the second row.
 """
@@ -29,6 +30,7 @@ from .insert_reduce_scatter import InsertReduceScatter
 from .lower_collectives import LowerCollectives
 from .merge_gradients import MergeGradients
 from .merge_unshards import MergeUnshards
+from .overlap_copies import OverlapCopies
 from .partition_joint import PartitionJoint
 from .pin_matmuls import PinMatmuls
 from .plan import Gather, StepPlan
@@ -76,12 +78,14 @@ class Pipeline:
         plan: StepPlan | None = None,
         passes: Sequence[Pass] = (),
         poison: bool = False,
+        pin_memory: bool = True,
         observer: Observer | None = None,
     ) -> Pipeline:
         """The passes with these options; `PartitionJoint`, `PrefetchAllGather` and `InsertAllGather` explain them.
 
         A `plan` says how the buckets that it names are gathered, and how long reductions may take. `passes` are the
-        user's, for graphs that are in order. With `poison`, freed buffers are filled with NaN.
+        user's, for graphs that are in order. With `poison`, freed buffers are filled with NaN; `pin_memory` is
+        explained by `OverlapCopies`.
         """
 
         def side(distance: int, gathers: tuple[Gather, ...]) -> tuple[Pass, ...]:
@@ -91,6 +95,7 @@ class Pipeline:
                 InsertFree(),
                 PrefetchAllGather(distance, gathers),
                 DelayReduceScatterWait(min(distance, 1) if plan is None else plan.reductions),
+                OverlapCopies(pin_memory),
                 *passes,
                 EndLives(),
             )

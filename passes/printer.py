@@ -102,9 +102,9 @@ def _wanted_name(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
         return ops.escaped(kept.parameter)
     if node.op == "placeholder":
         return _bucket_of_input(node) or node.name
-    if ops.is_call(node, ops.WAIT):
-        collective: Any = node.args[0]
-        return _filled_in(ops.OPERATORS[collective.target].name_of_wait, collective, names)
+    if ops.is_call(node, ops.WAIT, ops.COPY_WAIT):
+        start: Any = node.args[0]
+        return _filled_in(ops.OPERATORS[start.target].name_of_wait, start, names)
     row = ops.OPERATORS.get(node.target)
     return (_filled_in(row.name, node, names) if row else "") or node.name
 

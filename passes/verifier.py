@@ -16,6 +16,7 @@ from .insert_free import InsertFree
 from .insert_reduce_scatter import InsertReduceScatter
 from .lower_collectives import LowerCollectives
 from .merge_unshards import MergeUnshards
+from .overlap_copies import OverlapCopies
 from .partition_joint import PartitionJoint
 from .printer import excerpt, printed_name, target_name
 
@@ -56,7 +57,8 @@ class Stage:
 _CAPTURED = {ops.UNSHARD, ops.REDUCE_GRADIENT, ops.PACK}
 _REDUCTIONS = {ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED, ops.ALL_REDUCE, ops.PACK}
 _GATHERS = {ops.ALL_GATHER, ops.ALL_GATHER_GROUPED, ops.JOIN, ops.COPY_OUT, ops.VIEW_OUT, ops.RESHARD}
-_BOTH = {ops.WAIT, ops.CAST, ops.DIVIDE, ops.MOVE}
+_PREPARED = {ops.WAIT, ops.CAST, ops.DIVIDE}
+_BOTH = _PREPARED | {ops.MOVE}
 
 STAGES = (
     Stage(MergeUnshards, _CAPTURED),
@@ -64,7 +66,8 @@ STAGES = (
     Stage(InsertReduceScatter, _REDUCTIONS | _BOTH | {ops.UNSHARD, ops.PART}),
     Stage(InsertAllGather, _REDUCTIONS | _BOTH | _GATHERS),
     Stage(InsertFree, _REDUCTIONS | _BOTH | _GATHERS | {ops.FREE, ops.STORE}),
-    Stage(LowerCollectives, {ops.STORE, ops.POISON}),
+    Stage(OverlapCopies, _REDUCTIONS | _PREPARED | _GATHERS | ops.COPIES | {ops.FREE, ops.STORE}),
+    Stage(LowerCollectives, ops.LOWERED),
 )
 """What is legal after which pass, in the order in which they run."""
 
@@ -80,12 +83,12 @@ def verify(gm: torch.fx.GraphModule, stage: Stage, *, signature: Signature | Non
     1. the graph is well formed (`Graph.lint`): values are defined before they are used;
     2. every operator of the dialect, and every value that it reads, has `meta["val"]`;
     3. inputs and outputs agree with `signature`, where one is given;
-    4. every collective is waited for once, and nothing else reads its result;
+    4. every collective and every copy is waited for once, and nothing else reads its result;
     5. collectives of a kind are waited for in the order in which they start;
     6. nothing reads a full buffer, or a view of one, after its free, and it is freed once;
     7. with `freed`: every full buffer that the graph does not return is freed, right after its last use;
     8. a reduction returns a gradient of its shard's size;
-    9. the operators of the dialect are those of the stage (`STAGES`): when all is lowered, `store` and `poison`.
+    9. the operators of the dialect are those of the stage (`STAGES`): when all is lowered, `ops.LOWERED`.
     """
     _lint(gm.graph)
     for check in (_values, _waits, _wait_order, _frees, _gradients):
@@ -151,11 +154,12 @@ def _values(graph: torch.fx.Graph) -> None:
 
 def _waits(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
-        if ops.is_collective(node):
+        if ops.is_collective(node) or ops.is_call(node, ops.COPY_START):
             users = list(node.users)
             read_by = ", ".join("{}" for _ in users) or "nothing"
             _require(len(users) == 1, f"needs one wait, and is read by {read_by}", node, *users)
-            _require(ops.is_call(users[0], ops.WAIT), "is read by {} without a wait", node, users[0])
+            is_waited_for = ops.is_call(users[0], ops.WAIT if ops.is_collective(node) else ops.COPY_WAIT)
+            _require(is_waited_for, "is read by {} without a wait", node, users[0])
 
 
 def _wait_order(graph: torch.fx.Graph) -> None:

@@ -30,7 +30,7 @@ SHOWN_BY = {  # the test that fails if the option has no effect, or that shows t
     "sharding_strategy": "distributed/test_strategies.py::test_shard_grad_op_gathers_each_unit_once",
     "reshard_after_forward": "test_rewrite.py::test_reshard_after_forward_says_what_is_kept",
     "mp_policy": "distributed/test_mixed_precision.py::test_gathers_move_half_the_bytes_and_losses_track_fp32",
-    "offload_policy": "passes/test_offload.py::test_a_shard_is_copied_to_the_device_one_unit_ahead_of_its_gather",
+    "offload_policy": "passes/test_overlap_copies.py::test_a_shard_is_copied_one_unit_ahead_of_its_gather",
     "backward_prefetch": "distributed/test_choices.py::test_each_choice_changes_the_schedule",
     "forward_prefetch": "test_rewrite.py::test_forward_prefetch_starts_gathers_earlier",
     "collective_lowering": "test_rewrite.py::test_the_lowering_is_packed_or_grouped",

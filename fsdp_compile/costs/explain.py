@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..passes import ops
 from ..passes.plan import StepPlan
+from ..passes.printer import printed_name
 from .hardware import HARDWARE, Hardware, find_hardware, hardware_of_gpu
 from .memory import Memory
 from .nodes import Compiler, full_bytes, num_bytes
@@ -165,6 +166,8 @@ def _exposed(prediction: Prediction) -> str:
 
 def _what(wait: torch.fx.Node, prediction: Prediction) -> str:
     side = next(side for side in prediction.work.sides if side.graph is wait.graph)
+    if ops.is_call(wait, ops.COPY_WAIT):
+        return f"copying {printed_name(ops.argument(wait, 'source'))} (in the {side.title})"
     collective = wait.all_input_nodes[0]
     verb = "gathering" if ops.is_all_gather(collective) else "reducing"
     return f"{verb} {ops.argument(collective, 'bucket')} (in the {side.title})"

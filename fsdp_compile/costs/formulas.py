@@ -35,7 +35,7 @@ from .memory import is_shard, received_by_backward
 from .nodes import Compiler, base, num_bytes
 from .optimizers import Optimizer, find_optimizer, gradient_bytes
 from .symbolic import symbolic, tidy
-from .timeline import COMPUTE, Clock, Step, rings_of, sent_by, steps_of
+from .timeline import COMPUTE, COPIES, Clock, Step, rings_of, sent_by, steps_of
 from .work import Work
 
 DEFINITIONS = {
@@ -153,7 +153,8 @@ def _times(
     """Seconds, by the names of formulas."""
     clock = Clock(hardware.contention, define.number)
     clock.run(_named_steps(steps, define))
-    seconds = {lane: _sum(step.seconds for step in steps if step.lane == lane) for lane in (COMPUTE, *groups)}
+    lanes = dict.fromkeys((COMPUTE, *groups, *(step.lane for step in steps)))
+    seconds = {lane: _sum(step.seconds for step in steps if step.lane == lane) for lane in lanes}
     return {
         "compute_time": seconds[COMPUTE],
         "communication_time": _sum(seconds[group] for group in groups),
@@ -165,10 +166,11 @@ def _times(
 
 
 def _busiest(seconds: Mapping[str, Any], define: _Definitions) -> Any:
-    """The seconds of compute or of one process group, whichever are more."""
-    suffixes = _suffixes([lane for lane in seconds if lane != COMPUTE])
-    communication = [define(f"communication_time{suffix}", seconds[lane]) for lane, suffix in suffixes.items()]
-    return largest(define("compute_time", seconds[COMPUTE]), *communication)
+    """The seconds of compute, of one process group, or of copies between devices, whichever are most."""
+    suffixes = _suffixes([lane for lane in seconds if lane not in (COMPUTE, COPIES)])
+    sending = [define(f"communication_time{suffix}", seconds[lane]) for lane, suffix in suffixes.items()]
+    sending += [define("copy_time", seconds[COPIES])] if COPIES in seconds else []
+    return largest(define("compute_time", seconds[COMPUTE]), *sending)
 
 
 def _suffixes(groups: Collection[str]) -> dict[str, str]:

@@ -102,7 +102,7 @@ def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
     groups: list[list[torch.fx.Node]] = []
     can_join = False
     for node in graph.nodes:
-        if ops.is_collective(node) or ops.is_call(node, ops.WAIT, ops.PACK):
+        if ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.WAIT, ops.PACK):
             can_join = False
         if not is_kernel(node):
             continue
@@ -130,7 +130,7 @@ def is_kernel(node: torch.fx.Node) -> bool:
     """Whether a node computes: it is neither an input nor a view, a collective, a wait, a copy between devices."""
     if node.op != "call_function" or is_item(node):
         return False
-    if ops.is_collective(node) or ops.is_call(node, ops.WAIT, ops.FREE, ops.STORE, ops.MOVE, ops.RESHARD):
+    if ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.WAIT, ops.FREE, ops.STORE, ops.RESHARD):
         return False
     return bool(extents(_value(node))) and not analysis.is_alias(node)
 

@@ -14,7 +14,7 @@ from .hardware import Hardware
 from .memory import CATEGORIES, Memory, memory_of
 from .nodes import Compiler
 from .optimizers import find_optimizer, gradient_bytes
-from .timeline import COMPUTE, Timeline, rings_of, simulate
+from .timeline import COMPUTE, COPIES, Timeline, rings_of, simulate
 from .work import Work
 
 _NEGLIGIBLE = 1e-3  # of a step
@@ -59,12 +59,12 @@ class Prediction:
         """
         busiest = max(self.timeline.communication.values(), default=0.0)
         slowed = self.timeline.compute + (1 - 1 / self.hardware.contention) * busiest
-        return max(busiest, slowed) + self.optimizer_seconds
+        return max(self.timeline.lower_bound, slowed) + self.optimizer_seconds
 
     @property
     def binds(self) -> str:
-        """What the lower bound is made of: "compute", or the process group that is busy longest."""
-        lanes = {COMPUTE: self.timeline.compute, **self.timeline.communication}
+        """What the lower bound is made of: "compute", "copies", or the process group that is busy longest."""
+        lanes = {COMPUTE: self.timeline.compute, **self.timeline.sending}
         return max(lanes, key=lambda lane: lanes[lane])
 
     @property
@@ -96,7 +96,7 @@ class Prediction:
         above = f"{self.seconds / self.lower_bound - 1:.1%} above it" if self.lower_bound else "empty"
         is_slowed = self.slowed > _NEGLIGIBLE * self.seconds
         slowed = f" (beside communication {time_text(self.slowed)} more)" if is_slowed else ""
-        binds = COMPUTE if self.binds == COMPUTE else f"communication ({self.binds})"
+        binds = self.binds if self.binds in (COMPUTE, COPIES) else f"communication ({self.binds})"
         rows = {
             "step": f"{time_text(self.seconds)} on {self.hardware.name}: compute {time_text(self.timeline.compute)}"
             f"{slowed}, exposed communication {time_text(self.exposed)}, optimizer {time_text(self.optimizer_seconds)}",

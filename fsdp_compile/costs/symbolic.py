@@ -154,7 +154,7 @@ def _is_of_replicas(collective: torch.fx.Node) -> bool:
 def _source(node: torch.fx.Node) -> torch.fx.Node:
     """What a shard or a gradient was before it got the form in which a collective sends it."""
     while ops.is_conversion(node) or ops.is_call(node, ops.WAIT):
-        (node,) = node.all_input_nodes
+        node = node.all_input_nodes[0]
     return node
 
 

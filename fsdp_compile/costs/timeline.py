@@ -20,15 +20,15 @@ from .hardware import Hardware
 from .nodes import full_bytes, num_bytes
 from .work import Work
 
-COMPUTE = "compute"
+COMPUTE, COPIES = "compute", "copies"
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What compute comes to: a kernel or a copy between devices, the start of a collective, or a wait for one.
+    """What compute comes to: a kernel, the start of a collective or of a copy between devices, or a wait for one.
 
     Attributes:
-        lane: "compute", or the process group of a collective that starts.
+        lane: "compute", "copies" of a copy that starts, or the process group of a collective that does.
         seconds: how long it takes if nothing else runs; a wait takes none.
     """
 
@@ -38,7 +38,7 @@ class Step:
 
     @property
     def is_wait(self) -> bool:
-        return ops.is_call(self.node, ops.WAIT)
+        return ops.is_call(self.node, ops.WAIT, ops.COPY_WAIT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Event:
     """One kernel, collective or copy between devices.
 
     Attributes:
-        lane: "compute", or the process group.
+        lane: "compute", "copies", or the process group.
         start, end: seconds since the beginning of the step.
     """
 
@@ -71,15 +71,20 @@ class Timeline:
     compute: float
 
     @property
-    def communication(self) -> Mapping[str, float]:
-        """Seconds of the collectives, by process group."""
+    def sending(self) -> Mapping[str, float]:
+        """Seconds of collectives, by process group, and of copies between devices."""
         lanes = dict.fromkeys(event.lane for event in self.events if event.lane != COMPUTE)
         return {lane: sum(event.end - event.start for event in self.events if event.lane == lane) for lane in lanes}
 
     @property
+    def communication(self) -> Mapping[str, float]:
+        """Seconds of the collectives, by process group."""
+        return {lane: seconds for lane, seconds in self.sending.items() if lane != COPIES}
+
+    @property
     def lower_bound(self) -> float:
-        """Seconds that no order of the same work can go below: all of the compute, or all of one group's messages."""
-        return max(self.compute, *self.communication.values(), 0.0)
+        """Seconds that no order of the same work can go below: of compute, one group's messages, or all copies."""
+        return max(self.compute, *self.sending.values(), 0.0)
 
 
 def simulate(work: Work, hardware: Hardware, rings: Mapping[str, Ring]) -> Timeline:
@@ -105,16 +110,21 @@ def steps_of(work: Work, hardware: Hardware, rings: Mapping[str, Ring]) -> list[
     for side in work.sides:
         kernel_at = {kernel.nodes[-1]: kernel for kernel in side.kernels}  # what a kernel reads must all be there
         for node in side.graph.nodes:
-            if ops.is_collective(node):
-                lane = ops.argument(node, "group")
-                steps.append(Step(lane, node, seconds_of(node, rings[lane], hardware)))
-            elif ops.is_call(node, ops.WAIT):
+            if ops.is_collective(node) or ops.is_call(node, ops.COPY_START):
+                steps.append(start_step(node, rings, hardware))
+            elif ops.is_call(node, ops.WAIT, ops.COPY_WAIT):
                 steps.append(Step(COMPUTE, node, 0.0))
-            elif ops.is_call(node, ops.MOVE):
-                steps.append(Step(COMPUTE, node, num_bytes(node.meta["val"]) / hardware.host_bandwidth))
             elif node in kernel_at:
                 steps.append(Step(COMPUTE, node, kernel_at[node].seconds(hardware)))
     return steps
+
+
+def start_step(node: torch.fx.Node, rings: Mapping[str, Ring], hardware: Hardware) -> Step:
+    """The start of a collective or of a copy between devices."""
+    if ops.is_call(node, ops.COPY_START):
+        return Step(COPIES, node, num_bytes(node.meta["val"]) / hardware.host_bandwidth)
+    lane = ops.argument(node, "group")
+    return Step(lane, node, seconds_of(node, rings[lane], hardware))
 
 
 class Clock:
@@ -159,8 +169,9 @@ class Clock:
             self.now = self.let("now", largest(self.now, done))
 
     def _compute(self, step: Step) -> None:
-        """Compute is slower while collectives run."""
-        busy = largest(0, *(free_at - self.now for free_at in self.free_at.values()))
+        """Compute is slower while collectives run; copies have engines of their own."""
+        ends = (free_at for lane, free_at in self.free_at.items() if lane != COPIES)
+        busy = largest(0, *(end - self.now for end in ends))
         contended = self.let("contended", smallest(busy, step.seconds * self.contention))
         end = self.let("now", self.now + contended + step.seconds - contended / self.contention)
         self.events.append(Event(COMPUTE, step.node, self.now, end))

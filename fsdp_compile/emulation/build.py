@@ -101,12 +101,14 @@ def _noting(halves: list[Half], kernels: dict[str, CachingAutotuner]) -> Iterato
 
 
 def _num_bytes(buffer: Any) -> int:
-    """Of a buffer of Inductor's with numbers for sizes; 0 for what is no tensor."""
+    """Of a buffer of Inductor's on the GPU with numbers for sizes; 0 for what is no tensor."""
     try:
         layout = buffer.get_layout()
     except NotImplementedError:
         return 0
-    if not isinstance(layout, Layout) or not all(isinstance(size, (int, sympy.Integer)) for size in layout.size):
+    if not isinstance(layout, Layout) or layout.device.type == "cpu":
+        return 0
+    if not all(isinstance(size, (int, sympy.Integer)) for size in layout.size):
         return 0
     return int(layout.storage_size()) * layout.dtype.itemsize
 

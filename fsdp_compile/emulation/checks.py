@@ -18,6 +18,7 @@ from .wrapper import Step, steps_of
 MATMULS = {"mm": "mm", "addmm": "mm", "bmm": "bmm", "baddbmm": "bmm", "convolution": "convolution"}
 """Inductor may take a bias out of a matmul."""
 
+_SENDS = {"wait_tensor", "all_reduce", "copy_start", "copy_wait", "copies_done"}
 _SYNCHRONISES = re.compile(r"\.item\(|\.cpu\(|\.tolist\(|synchronize\(|\.nonzero\(")
 
 
@@ -40,8 +41,8 @@ def check(program: Program) -> list[str]:
 
 
 def order(steps: Sequence[Step], lowered: torch.fx.Graph) -> Iterator[str]:
-    """Collectives, waits and matmuls run in the order of the lowered graph."""
-    in_code = [_name(step.name) for step in steps if step.kind in ("extern", "collective", "wait")]
+    """Collectives, copies, waits and matmuls run in the order of the lowered graph."""
+    in_code = [_name(step.name) for step in steps if step.kind in ("extern", "collective", "copy", "wait", "host")]
     in_code = [name for name in in_code if name]
     in_graph = [name for node in lowered.nodes if (name := _name(_operator(node)))]
     for index, (run, wanted) in enumerate(zip(in_code, in_graph, strict=False)):
@@ -53,9 +54,9 @@ def order(steps: Sequence[Step], lowered: torch.fx.Graph) -> Iterator[str]:
 
 
 def in_flight(steps: Sequence[Step]) -> Iterator[str]:
-    """From its start to its wait, what a collective fills is not touched, and what it reads is not freed or reused."""
+    """From its start to its wait, what a collective or a copy fills is not touched, and what it reads is not freed."""
     for start, step in enumerate(steps):
-        if step.kind != "collective":
+        if step.kind not in ("collective", "copy"):
             continue
         filled = _names_of(step.result, steps[start:]) if step.result else set(step.reads)  # an all-reduce is in place
         waits = [index for index, other in enumerate(steps) if other.kind == "wait" and filled & set(other.reads)]
@@ -111,8 +112,8 @@ def reads_in_place(steps: Sequence[Step]) -> Iterator[str]:
 def _name(operator: str) -> str:
     """The name by which calls are compared; "" for what is not compared."""
     operator = operator.removesuffix("_") if operator != "wait_tensor" else operator
-    is_collective = operator in ("wait_tensor", "all_reduce") or operator.startswith(("all_gather_", "reduce_scatter_"))
-    return operator if is_collective else MATMULS.get(operator, "")
+    is_sent = operator in _SENDS or operator.startswith(("all_gather_", "reduce_scatter_"))
+    return operator if is_sent else MATMULS.get(operator, "")
 
 
 def _operator(node: torch.fx.Node) -> str:
@@ -123,7 +124,7 @@ def _names_of(result: str, steps: Sequence[Step]) -> set[str]:
     """The names for what a call returned, and for the parts of it."""
     names = {result}
     for step in steps:
-        if step.kind == "alias" and step.reads[0] in names:
+        if step.is_renaming and step.kind != "reuse" and step.reads[0] in names:
             names.add(step.result)
     return names
 

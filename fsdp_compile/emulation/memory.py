@@ -22,7 +22,7 @@ def bytes_at_steps(wrapper: str, bytes_of_buffer: Mapping[str, int]) -> list[tup
     total = sum(held.num_bytes for held in held_of_name.values())
     found = []
     for step in steps_of(wrapper):
-        if step.kind in ("alias", "reuse"):
+        if step.is_renaming:
             held = held_of_name.get(step.reads[0])
             own = bytes_of_buffer.get(step.result, 0) if _is_part_of_list(step, held) else 0
             if held is None or own:

@@ -17,7 +17,7 @@ from ..costs.collectives import Ring
 from ..costs.hardware import Hardware
 from ..costs.nodes import Kernel
 from ..costs.predict import Prediction, predict
-from ..costs.timeline import COMPUTE, Step, rings_of, run, seconds_of
+from ..costs.timeline import COMPUTE, Step, rings_of, run, start_step
 from ..costs.work import WorkOfGraph
 from ..passes import analysis, ops
 from . import wrapper
@@ -87,7 +87,7 @@ class _Side:
         hardware: Hardware,
     ) -> None:
         self.half, self.bytes_of_kernel, self.rings, self.hardware = half, bytes_of_kernel, rings, hardware
-        self.collectives = [node for node in side.graph.nodes if ops.is_collective(node)]
+        self.sent = [node for node in side.graph.nodes if ops.is_collective(node) or ops.is_call(node, ops.COPY_START)]
         self.of_library: dict[str, list[Kernel]] = defaultdict(list)
         self.estimated_bytes = self.num_bytes = 0
         for kernel in side.kernels:
@@ -100,18 +100,17 @@ class _Side:
 
     def steps(self) -> Iterator[Step]:
         """What compute comes to, each step at the node of the schedule that was reached."""
-        collectives = iter(self.collectives)
-        collective_of: dict[str, torch.fx.Node] = {}
+        starts = iter(self.sent)
+        start_of: dict[str, torch.fx.Node] = {}
         for call in wrapper.steps_of(self.half.wrapper):
-            if call.kind == "collective":
-                self.node = next(collectives)
-                collective_of |= dict.fromkeys([call.result] if call.result else call.reads, self.node)
-                lane = ops.argument(self.node, "group")
-                yield Step(lane, self.node, seconds_of(self.node, self.rings[lane], self.hardware))
-            elif call.kind == "alias" and call.reads[0] in collective_of:
-                collective_of[call.result] = collective_of[call.reads[0]]
+            if call.kind in ("collective", "copy"):
+                self.node = next(starts)
+                start_of |= dict.fromkeys([call.result] if call.result else call.reads, self.node)
+                yield start_step(self.node, self.rings, self.hardware)
+            elif call.kind == "alias" and call.reads[0] in start_of:
+                start_of[call.result] = start_of[call.reads[0]]
             elif call.kind == "wait":
-                (self.node,) = collective_of[call.reads[0]].users
+                (self.node,) = start_of[call.reads[0]].users
                 yield Step(COMPUTE, self.node, 0.0)
             elif call.kind == "kernel":
                 yield self._moving(self.bytes_of_kernel[call.name])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 _NOT_CALLS = {"start_graph", "end_graph", "get_raw_stream", "copy_if_misaligned"}
 _VIEWS = {"reinterpret_tensor", "as_strided"}
 _ALLOCATIONS = {"empty_strided_cuda", "empty_strided_cpu", "empty_strided", "empty_strided_cpu_pinned"}
+_COPIES = {"copy_start": "copy", "copy_wait": "wait", "copies_done": "host"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +21,9 @@ class Step:
 
     Attributes:
         kind: "kernel" (Triton's), "extern" (a library's: of `extern_kernels`, or an operator of ATen), "collective",
-            "wait", "allocate", "alias" (another name of a buffer), "reuse" (a new buffer, in the memory of one that is
-            freed next), "free" or "return".
+            "copy" (the start of one between devices), "wait" (for either), "host" (the host waits for the device),
+            "allocate", "alias" (another name of a buffer), "reuse" (a new buffer, in the memory of one that is freed
+            next), "free" or "return".
         name: the kernel or operator, without its namespace and overload; "" for what is no call.
         reads: the buffers it is given, by the names that the wrapper has for them.
         result: the name it assigns to, or "".
@@ -33,6 +35,11 @@ class Step:
     reads: tuple[str, ...]
     result: str
     line: int
+
+    @property
+    def is_renaming(self) -> bool:
+        """Whether the result is the memory of the first buffer that is read."""
+        return self.kind in ("alias", "reuse") or (self.kind == "wait" and self.result != "")
 
 
 def steps_of(wrapper: str) -> list[Step]:
@@ -94,6 +101,8 @@ def _of_value(value: ast.expr, result: str) -> Iterator[Step]:
     elif "_c10d_functional" in path:
         kind = "wait" if path[-2] == "wait_tensor" else "collective"
         yield Step(kind, path[-2], reads, result, value.lineno)
+    elif path[:3] == ["torch", "ops", "fsdp"] and path[3] in _COPIES:
+        yield Step(_COPIES[path[3]], path[3], reads, result, value.lineno)
     elif path[0] == "extern_kernels" or path[:2] == ["torch", "ops"]:
         yield Step("extern", name if path[0] == "extern_kernels" else path[-2], reads, result, value.lineno)
     elif name in _NOT_CALLS or name.startswith("assert_") or path[0] in {"args", "torch"}:

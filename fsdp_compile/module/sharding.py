@@ -184,6 +184,7 @@ def pipeline_of(
         plan=plan,
         passes=schedule.passes,
         poison=schedule.poison,
+        pin_memory=schedule.pin_memory,
     )
 
 

@@ -37,6 +37,7 @@ class ScheduleConfig:
         hardware: what plans are made for; None leaves the schedule to the options above.
         passes: the user's, which run on the graphs once they are in order.
         poison: whether freed buffers are filled with NaN, to show that nothing reads them.
+        pin_memory: whether offloaded gradients are copied to pinned memory.
     """
 
     reshard_after_forward: Reshard | Mapping[str, Reshard] | None = None
@@ -47,6 +48,7 @@ class ScheduleConfig:
     hardware: Hardware | None = None
     passes: tuple[Pass, ...] = ()
     poison: bool = False
+    pin_memory: bool = True
 
     @classmethod
     def of(
@@ -60,6 +62,7 @@ class ScheduleConfig:
         hardware: Hardware | str | None,
         passes: object,
         poison: bool,
+        pin_memory: bool,
     ) -> ScheduleConfig:
         """The configuration from the user's arguments; raises ConfigError for what they cannot mean."""
         check_choice("collective_lowering", collective_lowering, _LOWERINGS)
@@ -76,6 +79,7 @@ class ScheduleConfig:
             None if hardware is None else find_hardware(hardware),
             _passes(passes),
             poison,
+            pin_memory,
         )
 
     def by_strategy(self, strategy: ShardingStrategy) -> ScheduleConfig:

@@ -177,13 +177,13 @@ def _blocks(side: WorkOfGraph, timeline: Timeline, times: Sequence[tuple[float, 
 def _kind(node: torch.fx.Node, event_of: Mapping[torch.fx.Node, Event]) -> Kind | None:
     if ops.is_collective(node):
         return "gather" if ops.is_all_gather(node) else "reduce"
-    if ops.is_call(node, ops.WAIT):
+    if ops.is_call(node, ops.WAIT, ops.COPY_WAIT):
         return "wait"
     if ops.is_call(node, ops.FREE):
         return "free"
     if node not in event_of:
         return None
-    return "copy" if ops.is_call(node, ops.MOVE) else "compute"
+    return "copy" if ops.is_call(node, ops.COPY_START) else "compute"
 
 
 def _unit(node: torch.fx.Node, before: str) -> str:

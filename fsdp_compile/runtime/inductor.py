@@ -33,7 +33,7 @@ _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_g
 
 
 class Fences(_SchedulerPass):  # type: ignore[misc]  # one of two
-    """Kernels are fused between two neighbouring collectives or waits, and never across one.
+    """Kernels are fused between two neighbouring collectives, copies or waits, and never across one.
 
     Fusing across would start a gather later, or wait for it earlier, than the schedule says. This is Inductor's
     `_pre_fusion_custom_pass`: it takes the scheduler's nodes in order and adds dependencies. Those marked as fake order
@@ -49,7 +49,7 @@ class Fences(_SchedulerPass):  # type: ignore[misc]  # one of two
             written = node.get_buffer_names()
             for name in read:
                 ends.pop(name, None)
-            if is_collective(node.node) or is_wait(node.node):
+            if is_collective(node.node) or is_wait(node.node) or _is_copy(node.node):
                 for earlier in dict.fromkeys(ends.values()):
                     _order(earlier, node)
                 fence, since, ends = node, set(), {}
@@ -90,6 +90,10 @@ def _note_ancestors(nodes: list[Any]) -> None:
         for each in {node, *node.get_nodes()}:
             each.ancestors = ancestors
             ancestors_of_name[each.get_name()] = ancestors
+
+
+def _is_copy(node: Any) -> bool:
+    return getattr(node, "op_overload", None) in (ops.COPY_START, ops.COPY_WAIT, ops.COPIES_DONE)
 
 
 def _order(earlier: Any, later: Any) -> None:

@@ -128,6 +128,27 @@ def test_a_buffer_that_is_touched_while_it_is_filled_is_found():
     assert re.search(r"mm touches buf\d+, which line \d+ is filling", found)
 
 
+def test_a_copy_that_nothing_waits_for_is_found():
+    wait = r"^( *)(buf\d+) = torch\.ops\.fsdp\.copy_wait\.default\((buf\d+), .*\)$"
+    assert "nothing waits for copy_start" in broken("offload", 1, wait, r"\1\2 = \3", checks.in_flight)[0]
+    found = broken("offload", 0, wait, r"\1\2 = \3", lambda steps: checks.order(steps, lowered("offload", 0)))
+    assert "the schedule has copy_wait" in found[0]
+
+
+def test_a_gradient_that_is_freed_while_it_is_copied_is_found():
+    start = r"^( *)(buf\d+) = (torch\.ops\.fsdp\.copy_start\.default\((buf\d+),.*)$"
+    (found, *_) = broken("offload packed", 1, start, r"\1\2 = \3\n\1del \4", checks.in_flight)
+    assert re.search(r"buf\d+ is freed, which line \d+ is sending", found)
+
+
+def test_what_is_offloaded_takes_no_memory_of_the_gpu():
+    forward, backward = program("offload packed").halves
+    gradients = [name for name in steps_of(backward.wrapper)[-1].reads if name.startswith("buf")]
+    assert len(gradients) == 3 and not any(backward.bytes_of_buffer[name] for name in gradients)
+    shards = [step.reads[0] for step in steps_of(forward.wrapper) if step.kind == "copy"]
+    assert len(shards) == 3 and not any(forward.bytes_of_buffer[name] for name in shards)
+
+
 def test_a_read_after_the_free_is_found():
     built = program("resharding")
     steps = steps_of(built.halves[0].wrapper)
@@ -188,12 +209,12 @@ def test_the_peak_of_a_program_is_what_its_buffers_take_at_most():
     assert peak_bytes(half.wrapper, half.bytes_of_buffer) == max(totals) > totals[0] > 0
 
 
-@pytest.mark.parametrize("name", ["grouped", "packed", "mixed", "convolutions", "replicated"])
+@pytest.mark.parametrize("name", ["grouped", "packed", "mixed", "convolutions", "replicated", "offload"])
 def test_a_prediction_of_the_program_takes_its_own_kernels(name):
     built, hardware = program(name), find_hardware("h100")
     rows = kernels_of(built, hardware)
     found = predict_built(built, rows, hardware)
-    assert found.built.timeline.communication == pytest.approx(found.estimate.timeline.communication)
+    assert found.built.timeline.sending == pytest.approx(found.estimate.timeline.sending)
     assert found.estimate.timeline.seconds == predict(built.graphs, hardware).timeline.seconds
     of_kernels = sum(row.num_bytes * sum(row.calls) for row in rows)
     assert found.built_bytes >= of_kernels > 0

@@ -59,7 +59,8 @@ def test_build_writes_the_program_of_a_gpu(gpu, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--strategy=NO_SHARD", "--lowering=packed", "--param-dtype=bfloat16", "--reduce-dtype=float16", "--offload"]
+    "flag",
+    ["--strategy=NO_SHARD", "--lowering=packed", "--param-dtype=bfloat16", "--reduce-dtype=float16", "--offload"],
 )
 def test_build_hands_every_option_on(flag):
     def parsed(*arguments):

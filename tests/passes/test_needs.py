@@ -14,6 +14,7 @@ from fsdp_compile.passes.insert_all_gather import InsertAllGather
 from fsdp_compile.passes.insert_free import InsertFree
 from fsdp_compile.passes.insert_reduce_scatter import InsertReduceScatter
 from fsdp_compile.passes.lower_collectives import LowerCollectives
+from fsdp_compile.passes.overlap_copies import OverlapCopies
 from fsdp_compile.passes.pin_matmuls import PinMatmuls
 from fsdp_compile.passes.plan import Gather
 from fsdp_compile.passes.prefetch_all_gather import PrefetchAllGather
@@ -163,6 +164,40 @@ up.weight calls fsdp.unshard: run InsertAllGather first
         graph = drawing.returns(reduced(drawing, drawing.input("gradient", 4, 4)))
         self.assertExpectedInline(
             self.refused(graph, LowerCollectives()),
+            """\
+up.grad calls fsdp.reduce_gradient: run InsertReduceScatter first
+  gradient: f32[4,4], an input
+> up.grad: f32[8] = fsdp.reduce_gradient([gradient], [0])
+  return [up.grad]""",
+        )
+
+    def test_lower_collectives_needs_copies_overlapped(self):
+        drawing = Drawing()
+        graph = drawing.returns(drawing.call(ops.MOVE, drawing.input("shard", 8), torch.device("meta")))
+        self.assertExpectedInline(
+            self.refused(graph, LowerCollectives()),
+            """\
+shard.meta calls fsdp.move: run OverlapCopies first
+  shard: f32[8], an input
+> shard.meta: f32[8] = fsdp.move(shard, meta)
+  return [shard.meta]""",
+        )
+
+    def test_overlap_copies_needs_gathers_in_place(self):
+        self.assertExpectedInline(
+            self.refused(one_read(), OverlapCopies()),
+            """\
+up.weight calls fsdp.unshard: run InsertAllGather first
+  up: f32[8], an input
+> up.weight: f32[4,4] = fsdp.unshard(up, 0)
+  return [up.weight]""",
+        )
+
+    def test_overlap_copies_needs_reductions_in_place(self):
+        drawing = Drawing()
+        graph = drawing.returns(reduced(drawing, drawing.input("gradient", 4, 4)))
+        self.assertExpectedInline(
+            self.refused(graph, OverlapCopies()),
             """\
 up.grad calls fsdp.reduce_gradient: run InsertReduceScatter first
   gradient: f32[4,4], an input

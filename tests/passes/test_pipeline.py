@@ -52,6 +52,7 @@ InsertAllGather(grouped=True, plan=())
 InsertFree()
 PrefetchAllGather(distance=2, plan=())
 DelayReduceScatterWait(distance=1)
+OverlapCopies(pin_memory=True)
 EndLives()""",
         )
         self.assertExpectedInline(
@@ -62,6 +63,7 @@ InsertAllGather(grouped=True, plan=())
 InsertFree()
 PrefetchAllGather(distance=0, plan=())
 DelayReduceScatterWait(distance=0)
+OverlapCopies(pin_memory=True)
 EndLives()""",
         )
 
@@ -84,6 +86,7 @@ forward  InsertAllGather
 forward  InsertFree
 forward  PrefetchAllGather
 forward  DelayReduceScatterWait
+forward  OverlapCopies
 forward  EndLives
 forward  LowerCollectives
 forward  PinMatmuls
@@ -92,6 +95,7 @@ backward InsertAllGather
 backward InsertFree
 backward PrefetchAllGather
 backward DelayReduceScatterWait
+backward OverlapCopies
 backward EndLives
 backward LowerCollectives
 backward PinMatmuls""",
@@ -109,6 +113,7 @@ forward  InsertAllGather
 forward  InsertFree
 forward  PrefetchAllGather
 forward  DelayReduceScatterWait
+forward  OverlapCopies
 forward  EndLives
 forward  LowerCollectives
 forward  PinMatmuls""",

@@ -11,6 +11,7 @@ from fsdp_compile.passes.insert_all_gather import InsertAllGather
 from fsdp_compile.passes.insert_free import InsertFree
 from fsdp_compile.passes.insert_reduce_scatter import InsertReduceScatter
 from fsdp_compile.passes.lower_collectives import LowerCollectives
+from fsdp_compile.passes.overlap_copies import OverlapCopies
 from fsdp_compile.passes.prefetch_all_gather import PrefetchAllGather
 from tests.passes.tracing import REDUCTION, Drawing, Pictures
 
@@ -44,8 +45,8 @@ def one_reduction():
         return drawing.returns(drawing.call(ops.REDUCE_GRADIENT, [gradient], None, *slot, *REDUCTION), name="backward")
 
 
-class TestOffload(Pictures):
-    def test_a_shard_is_copied_to_the_device_one_unit_ahead_of_its_gather(self):
+class TestOverlapCopies(Pictures):
+    def test_a_shard_is_copied_one_unit_ahead_of_its_gather(self):
         graph = three_products().then(InsertAllGather()).then(InsertFree()).then(PrefetchAllGather())
         self.assertExpectedInline(
             graph.schedule(),
@@ -87,8 +88,8 @@ backward(x: f32[4,4])
   return [low.grad.cpu]""",
         )
 
-    def test_lowered_the_copies_are_those_of_torch(self):
-        graph = one_reduction().then(InsertReduceScatter()).then(LowerCollectives())
+    def test_lowered_a_gradient_is_waited_for_at_the_end(self):
+        graph = one_reduction().then(InsertReduceScatter()).then(OverlapCopies()).then(LowerCollectives())
         self.assertExpectedInline(
             str(graph),
             """\
@@ -98,6 +99,45 @@ backward(x: f32[4,4])
   view_default_1: f32[16] = view(view_default, [16])
   reduce_scatter_tensor_default: f32[8] = _c10d_functional.reduce_scatter_tensor(view_default_1, avg, 2, shard)
   wait_tensor_default: f32[8] = _c10d_functional.wait_tensor(reduce_scatter_tensor_default)
-  device_put_default: f32[8] = prims.device_put(wait_tensor_default, cpu)
-  return [device_put_default]""",
+  wait_tensor_default.cpu.pending: f32[8] = fsdp.copy_start(wait_tensor_default, cpu)
+  wait_tensor_default.cpu: f32[8] = fsdp.copy_wait(wait_tensor_default.cpu.pending, wait_tensor_default)
+  copies_done_default = fsdp.copies_done([wait_tensor_default.cpu])
+  return [wait_tensor_default.cpu]""",
         )
+
+    def test_lowered_a_shard_is_waited_for_before_its_gather(self):
+        graph = three_products(torch.bfloat16).then(InsertAllGather()).then(PrefetchAllGather()).then(OverlapCopies())
+        self.assertExpectedInline(
+            str(graph),
+            """\
+forward(x: f32[3,4], low: f32[8], mid: f32[8], top: f32[8])
+  low.cuda:0.pending: f32[8] = fsdp.copy_start(low, cuda:0)
+  low.cuda:0: f32[8] = fsdp.copy_wait(low.cuda:0.pending, low)
+  low.cuda:0.bf16: bf16[8] = fsdp.cast(low.cuda:0)
+  low.pending: bf16[16] = fsdp.all_gather(low.cuda:0.bf16)
+  mid.cuda:0.pending: f32[8] = fsdp.copy_start(mid, cuda:0)
+  mid.cuda:0: f32[8] = fsdp.copy_wait(mid.cuda:0.pending, mid)
+  mid.cuda:0.bf16: bf16[8] = fsdp.cast(mid.cuda:0)
+  mid.pending: bf16[16] = fsdp.all_gather(mid.cuda:0.bf16)
+  top.cuda:0.pending: f32[8] = fsdp.copy_start(top, cuda:0)
+  low.gathered: bf16[16] = fsdp.wait(low.pending)
+  low.weight: bf16[4,4] = fsdp.view_out(low.gathered, 0)
+  mm_default: f32[3,4] = mm(x, low.weight)
+  top.cuda:0: f32[8] = fsdp.copy_wait(top.cuda:0.pending, top)
+  top.cuda:0.bf16: bf16[8] = fsdp.cast(top.cuda:0)
+  top.pending: bf16[16] = fsdp.all_gather(top.cuda:0.bf16)
+  mid.gathered: bf16[16] = fsdp.wait(mid.pending)
+  mid.weight: bf16[4,4] = fsdp.view_out(mid.gathered, 0)
+  mm_default_1: f32[3,4] = mm(mm_default, mid.weight)
+  top.gathered: bf16[16] = fsdp.wait(top.pending)
+  top.weight: bf16[4,4] = fsdp.view_out(top.gathered, 0)
+  mm_default_2: f32[3,4] = mm(mm_default_1, top.weight)
+  copies_done_default = fsdp.copies_done([low, mid, top])
+  return [mm_default_2]""",
+        )
+
+    def test_gradients_are_copied_to_pinned_memory_if_asked_to(self):
+        for pin_memory in (True, False):
+            graph = one_reduction().then(InsertReduceScatter()).then(OverlapCopies(pin_memory)).gm.graph
+            (start,) = (node for node in graph.nodes if ops.is_call(node, ops.COPY_START))
+            self.assertIs(ops.argument(start, "pin_memory"), pin_memory)
