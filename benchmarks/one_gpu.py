@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of each subject in a round")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, at tiny sizes; the figures mean nothing")
+    parser.add_argument("--json", metavar="FILE", help="where to write all figures, for tests/gpu")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         print("skipped: there is no GPU; --dry-run runs all of it on the CPU, at tiny sizes")
@@ -116,6 +118,7 @@ def main() -> None:
     del arguments["rope_theta"], arguments["norm_eps"]
     flops = count_flops(arguments)
     hardware = None if options.dry_run else hardware_of_gpu()
+    rows: list[dict[str, Any]] = []
     for world_size in options.world_sizes:
         with tempfile.TemporaryDirectory() as folder:
             build(Path(folder))
@@ -125,6 +128,9 @@ def main() -> None:
         peak_flops = hardware.flops["bfloat16"] if hardware else None
         failures = {row["subject"]: row["error"] for row in found if "error" in row}
         harness.show(title, [cells(row, baseline, flops, peak_flops) for row in found], failures)
+        rows += found
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def _benchmark(setting: Setting, arguments: Sequence[str]) -> tuple[list[dict[st
             end(process)
         if not results.exists():
             return [], f"ended with {process.returncode}; its output ends:\n{log.read_text()[-4000:]}"
-        return json.loads(results.read_text())["results"], log.read_text()
+        return json.loads(results.read_text()), log.read_text()
 
 
 def _row(part: str, row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Outcome:
