@@ -24,6 +24,7 @@ PASSES = (
     "delay_reduce_scatter_wait",
     "overlap_copies",
     "end_lives",
+    "compute_early",
     "lower_collectives",
     "pin_matmuls",
 )

@@ -4,8 +4,8 @@ What runs on which graph::
 
     joint graph          merge_unshards, merge_gradients, partition_joint
     forward, backward    insert_reduce_scatter, insert_all_gather, insert_free, prefetch_all_gather,
-                         delay_reduce_scatter_wait, overlap_copies, the user's passes, end_lives, lower_collectives,
-                         pin_matmuls
+                         delay_reduce_scatter_wait, overlap_copies, the user's passes, end_lives, compute_early,
+                         lower_collectives, pin_matmuls
 
 A graph without a backward (no_grad, inference) runs through the first pass and the second row.
 """
@@ -20,6 +20,7 @@ from typing import Protocol
 import torch.fx
 
 from . import metadata
+from .compute_early import ComputeEarly
 from .delay_reduce_scatter_wait import DelayReduceScatterWait
 from .end_lives import EndLives
 from .errors import PassError, VerifyError
@@ -98,6 +99,7 @@ class Pipeline:
                 OverlapCopies(pin_memory),
                 *passes,
                 EndLives(),
+                ComputeEarly(),
             )
 
         return cls(

@@ -50,9 +50,10 @@ class Fences(_SchedulerPass):  # type: ignore[misc]  # one of two
             for name in read:
                 ends.pop(name, None)
             if is_collective(node.node) or is_wait(node.node) or _is_copy(node.node):
-                for earlier in dict.fromkeys(ends.values()):
+                later = {name: end for name, end in ends.items() if _may_follow(end, node)}
+                for earlier in dict.fromkeys(end for name, end in ends.items() if name not in later):
                     _order(earlier, node)
-                fence, since, ends = node, set(), {}
+                fence, since, ends = node, set(), later
             elif fence is not None and not read & since:
                 _order(fence, node)
             since.update(written)
@@ -90,6 +91,13 @@ def _note_ancestors(nodes: list[Any]) -> None:
         for each in {node, *node.get_nodes()}:
             each.ancestors = ancestors
             ancestors_of_name[each.get_name()] = ancestors
+
+
+def _may_follow(earlier: Any, fence: Any) -> bool:
+    """Whether `earlier` may be a part of a kernel behind this fence: it starts something, and reads nothing of it."""
+    return (
+        not is_wait(fence.node) and not _is_copy(fence.node) and not earlier.is_reduction() and not earlier.is_extern()
+    )
 
 
 def _is_copy(node: Any) -> bool:
@@ -146,7 +154,7 @@ def whole_copies() -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_casts() -> Iterator[None]:
-    """Inside, the casts of what a grouped collective sends are one kernel where a GPU runs them.
+    """Inside, what a grouped reduction sends is cast and padded by one kernel where a GPU runs it.
 
     A collective is opaque: by itself, Inductor computes each of its arguments in a kernel of its own.
     """
@@ -155,16 +163,27 @@ def few_casts() -> Iterator[None]:
     @functools.wraps(by_itself)
     def reduce_scatter(values: Any, *args: Any) -> Any:
         nodes: Any = V.graph.current_node.args[0]
-        casts = [
+        made = [
             value.data.data
             for node, value in zip(nodes, values, strict=True)
-            if node.target is torch.ops.prims.convert_element_type.default and len(node.users) == 1
+            if node.target in _FORMS and len(node.users) == 1
         ]
-        _compute_together(casts)
+        _compute_together([part for each in made for part in _parts(each)])
         return by_itself(values, *args)
 
     with patch.dict(lowerings, {_c10d.reduce_scatter_tensor_coalesced.default: reduce_scatter}):
         yield
+
+
+_FORMS = (torch.ops.prims.convert_element_type.default, _aten.constant_pad_nd.default)
+
+
+def _parts(operation: Any) -> list[Any]:
+    """What computes the parts of a buffer that is put together, as Inductor pads some; itself otherwise."""
+    if not isinstance(operation, ir.ConcatKernel):
+        return [operation]
+    inputs: Any = operation.inputs
+    return [V.graph.name_to_buffer[each.get_name()] for each in inputs]
 
 
 def _compute_together(operations: Sequence[Any]) -> None:

@@ -8,6 +8,7 @@ of a GPU (pytorch/pytorch issue 152645); emulation's are made of plain ones.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 
 import torch
@@ -22,6 +23,7 @@ from tests.ranks import join_fake_group
 
 def main() -> None:
     group, rank, world_size, store, *wanted = sys.argv[1:]
+    faulthandler.dump_traceback_later(150, repeat=True)  # before it is killed, a case that hangs says where
     torch.set_num_threads(1)
     if DEVICE.type == "cuda":
         torch.cuda.set_device(int(rank) % torch.cuda.device_count())

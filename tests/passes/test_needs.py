@@ -6,6 +6,7 @@ import torch
 
 from docs.generate_passes import PASSES
 from fsdp_compile.passes import ops
+from fsdp_compile.passes.compute_early import ComputeEarly
 from fsdp_compile.passes.delay_reduce_scatter_wait import DelayReduceScatterWait
 from fsdp_compile.passes.end_lives import EndLives
 from fsdp_compile.passes.errors import PassError
@@ -182,6 +183,12 @@ shard.meta calls fsdp.move: run OverlapCopies first
 > shard.meta: f32[8] = fsdp.move(shard, meta)
   return [shard.meta]""",
         )
+
+    def test_compute_early_needs_gathers_and_reductions_in_place(self):
+        self.assertIn("run InsertAllGather first", self.refused(one_read(), ComputeEarly()))
+        drawing = Drawing()
+        graph = drawing.returns(reduced(drawing, drawing.input("gradient", 4, 4)))
+        self.assertIn("run InsertReduceScatter first", self.refused(graph, ComputeEarly()))
 
     def test_overlap_copies_needs_gathers_in_place(self):
         self.assertExpectedInline(

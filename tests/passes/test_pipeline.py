@@ -53,7 +53,8 @@ InsertFree()
 PrefetchAllGather(distance=2, plan=())
 DelayReduceScatterWait(distance=1)
 OverlapCopies(pin_memory=True)
-EndLives()""",
+EndLives()
+ComputeEarly()""",
         )
         self.assertExpectedInline(
             "\n".join(map(repr, pipeline.backward)),
@@ -64,7 +65,8 @@ InsertFree()
 PrefetchAllGather(distance=0, plan=())
 DelayReduceScatterWait(distance=0)
 OverlapCopies(pin_memory=True)
-EndLives()""",
+EndLives()
+ComputeEarly()""",
         )
 
     def test_equal_options_are_equal_pipelines(self):
@@ -88,6 +90,7 @@ forward  PrefetchAllGather
 forward  DelayReduceScatterWait
 forward  OverlapCopies
 forward  EndLives
+forward  ComputeEarly
 forward  LowerCollectives
 forward  PinMatmuls
 backward InsertReduceScatter
@@ -97,6 +100,7 @@ backward PrefetchAllGather
 backward DelayReduceScatterWait
 backward OverlapCopies
 backward EndLives
+backward ComputeEarly
 backward LowerCollectives
 backward PinMatmuls""",
         )
@@ -115,6 +119,7 @@ forward  PrefetchAllGather
 forward  DelayReduceScatterWait
 forward  OverlapCopies
 forward  EndLives
+forward  ComputeEarly
 forward  LowerCollectives
 forward  PinMatmuls""",
         )
