@@ -99,9 +99,12 @@ class _Ranks:
             if rank is not None and "error" in rank:
                 return f"rank {index}: {rank['error']}\n{rank['traceback']}"
         codes = {index: self.processes[index].returncode for index, rank in enumerate(ranks) if rank is None}
-        index = min(codes, key=lambda index: codes[index] == -signal.SIGKILL)  # others waited for one that crashed
-        what = "did not end in time" if codes[index] == -signal.SIGKILL else f"ended with {codes[index]}"
-        return f"rank {index} {what}; its output ends:\n{_text(self.logs[index])[-_TAIL:]}"
+        crashed = [index for index, code in codes.items() if code != -signal.SIGKILL]  # others waited for it
+        texts = []
+        for index in crashed[:1] or codes:
+            what = f"ended with {codes[index]}" if crashed else "did not end in time"
+            texts.append(f"rank {index} {what}; its output ends:\n{_text(self.logs[index])[-_TAIL:]}")
+        return "\n".join(texts)
 
 
 def start(command: Sequence[str], machine: Machine, output: Any) -> subprocess.Popen[str]:
