@@ -1,15 +1,19 @@
 """The programs of small models, checked, and broken on purpose; test_emulation.py runs this where a GPU is emulated."""
 
+import contextlib
 import dataclasses
 import re
 from collections import Counter
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
+from fsdp_compile import api
 from fsdp_compile.costs import predict
 from fsdp_compile.costs.hardware import find_hardware
 from fsdp_compile.emulation import checks
@@ -22,6 +26,7 @@ from fsdp_compile.options import Options
 from fsdp_compile.passes import ops
 from tests import models
 from tests.costs.test_memory import Attention, Checkpointed
+from tests.passes.test_precision import shards_of
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PROGRAMS = {
@@ -54,13 +59,17 @@ PROGRAMS = {
 }
 
 
+def built(model, options, ranks=4, rows=2):
+    torch._dynamo.reset()
+    made = models.build(model)
+    inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), made.inputs(rows, seed=0))
+    return build(made.to("meta"), inputs, {}, Options(**options), ranks)
+
+
 @cache
 def program(name, world_size=None):
-    torch._dynamo.reset()
     model, options, ranks = PROGRAMS[name]
-    made = models.build(model)
-    inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), made.inputs(2, seed=0))
-    return build(made.to("meta"), inputs, {}, Options(**options), world_size or ranks)
+    return built(model, options, world_size or ranks)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -70,13 +79,85 @@ def test_the_program_keeps_its_schedule(name):
     assert any(step.kind == "collective" for step in steps_of(built.halves[-1].wrapper))
 
 
-def test_inference_keeps_its_schedule():
-    torch._dynamo.reset()
-    made = models.build("gpt")
-    inputs = [tensor.to("meta") for tensor in made.inputs(2, seed=0)]
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("gpt", {"collective_lowering": "grouped"}),
+        ("gpt", {"collective_lowering": "packed"}),
+        ("odd_mlp", {"collective_lowering": "grouped", "offload_policy": CPUOffloadPolicy()}),
+    ],
+)
+def test_inference_keeps_its_schedule(model, options):
     with torch.no_grad():
-        built = build(made.to("meta"), tuple(inputs), {}, Options(collective_lowering="grouped"), 4)
-    assert len(built.halves) == 1 and checks.check(built) == []
+        found = built(model, options)
+    assert len(found.halves) == 1 and checks.check(found) == []
+
+
+@contextlib.contextmanager
+def tracing(prepare):
+    """Inside, `prepare` may change the model that is traced."""
+    reading_copy = api.reading_copy
+
+    def reading(*args):
+        found = reading_copy(*args)
+        prepare(found)
+        return found
+
+    with patch.object(api, "reading_copy", reading):
+        yield
+
+
+def keep_gradients(reading):
+    """As in a micro-batch under no_sync."""
+    for shard in shards_of(reading):
+        shard.gradient = "keep"
+        shard.accumulated = nn.Parameter(shard.data.new_empty(()).expand(4 * shard.data.numel()))
+
+
+def take_along_kept_gradients(reading):
+    """As in the micro-batch after those, which reduces."""
+    for shard in shards_of(reading):
+        shard.accumulated = nn.Parameter(shard.data.new_empty(4 * shard.data.numel()), requires_grad=False)
+
+
+@pytest.mark.parametrize("lowering", ["grouped", "packed"])
+def test_accumulation_keeps_its_schedule(lowering):
+    with tracing(keep_gradients):
+        kept = built("odd_mlp", {"collective_lowering": lowering})
+    with tracing(take_along_kept_gradients):
+        taken = built("odd_mlp", {"collective_lowering": lowering})
+    assert checks.check(kept) == checks.check(taken) == []
+    steps = [steps_of(each.halves[1].wrapper) for each in (kept, taken)]
+    reductions = [[step.name for step in each if step.name.startswith("reduce_scatter")] for each in steps]
+    assert not reductions[0] and set(reductions[1]) == {"reduce_scatter_tensor"}
+    # The kernel that packs a bucket adds what was kept.
+    assert len({sum(step.kind == "kernel" for step in each) for each in steps}) == 1
+
+
+@contextlib.contextmanager
+def varying_rows():
+    """Inside, models are traced for any number of rows."""
+    off_meta = api.off_meta
+
+    def marked(values, device):
+        found = off_meta(values, device)
+        if isinstance(values, tuple):  # of the arguments of a call
+            for tensor in found[0]:
+                torch._dynamo.mark_dynamic(tensor, 0)
+        return found
+
+    with patch.object(api, "off_meta", marked):
+        yield
+
+
+@pytest.mark.parametrize("lowering", ["grouped", "packed"])
+def test_a_program_for_any_number_of_rows_keeps_its_schedule(lowering):
+    with varying_rows():
+        found = built("odd_mlp", {"collective_lowering": lowering}, rows=6)
+    assert checks.check(found) == []
+    symbols = [node.meta["val"] for node in found.graphs.forward.graph.nodes if node.op == "placeholder"]
+    assert any(isinstance(value, torch.SymInt) for value in symbols)
+    assert 0 in found.halves[0].bytes_of_buffer.values() and any(found.halves[0].bytes_of_buffer.values())
 
 
 def test_attention_that_is_computed_again_takes_the_state_of_a_generator_along():
