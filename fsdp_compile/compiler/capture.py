@@ -58,6 +58,7 @@ _REORDERING = {  # what Inductor would otherwise do to the order of the nodes, o
     "bucket_all_reduces_fx": "none",
     "bucket_reduce_scatters_fx": "none",
     "combo_kernels": False,
+    "graph_partition": False,  # of two CUDA graphs, one would start a collective and the other wait for it
     "triton.reorder_for_reducing_graph_partitions": False,
     "_fuse_ddp_communication": False,
     "_micro_pipeline_tp": False,

@@ -9,7 +9,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch._inductor.compile_fx
+import torch._inductor.output_code
 from torch import nn
+from torch._inductor import config
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
@@ -158,6 +161,56 @@ def test_a_program_for_any_number_of_rows_keeps_its_schedule(lowering):
     symbols = [node.meta["val"] for node in found.graphs.forward.graph.nodes if node.op == "placeholder"]
     assert any(isinstance(value, torch.SymInt) for value in symbols)
     assert 0 in found.halves[0].bytes_of_buffer.values() and any(found.halves[0].bytes_of_buffer.values())
+
+
+class Recording:
+    """What Inductor would record as CUDA graphs: for each, which inputs stay where they are, and which do not.
+
+    Attributes:
+        reasons: why it does without.
+    """
+
+    def __init__(self):
+        self.static, self.others, self.reasons = [], [], []
+
+    def cudagraphify(self, compiled, *, static_input_idxs, placeholders, **kwargs):
+        names = [placeholder.name for placeholder in placeholders]
+        self.static.append([names[index] for index in static_input_idxs])
+        self.others.append([name for name in names if name not in self.static[-1]])
+        return compiled
+
+    def __enter__(self):
+        torch_compile, output = torch._inductor.compile_fx, torch._inductor.output_code
+        self.patches = contextlib.ExitStack()
+        self.patches.enter_context(patch.object(torch_compile, "cudagraphify", self.cudagraphify))
+        self.patches.enter_context(patch.object(output, "log_cudagraph_skip_and_bump_counter", self.reasons.append))
+        self.patches.enter_context(config.patch({"triton.cudagraphs": True}))
+        return self
+
+    def __exit__(self, *error):
+        self.patches.close()
+
+
+@pytest.mark.parametrize("lowering", ["grouped", "packed"])
+def test_forward_and_backward_can_be_cuda_graphs(lowering):
+    with Recording() as recording:
+        found = built("odd_mlp", {"collective_lowering": lowering})
+    assert checks.check(found) == [] and recording.reasons == []
+    forward, backward = found.graphs.forward.graph, found.graphs.backward.graph
+    inputs = [[node for node in graph.nodes if node.op == "placeholder"] for graph in (forward, backward)]
+    batch = [node.name for node in inputs[0] if node.meta["val"].shape in [(2, 5), (2, 1)]]
+    tangents = [node.name for node in inputs[1] if "tangents" in node.name]
+    saved_batch = [node.name for node in inputs[1] if node.name in batch]
+    assert len(batch) == 2 and len(tangents) == 1 and saved_batch
+    assert recording.others == [batch, tangents]  # the backward finds the batch where the forward's graph read it
+
+
+def test_offloaded_shards_keep_inductor_from_cuda_graphs():
+    with Recording() as recording:
+        found = built("odd_mlp", {"collective_lowering": "grouped", "offload_policy": CPUOffloadPolicy()})
+    assert checks.check(found) == [] and recording.static == []
+    (reason,) = recording.reasons  # of the forward; Inductor makes none of the backward then
+    assert "cpu device (primals_1)" in reason
 
 
 def test_attention_that_is_computed_again_takes_the_state_of_a_generator_along():
