@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Shard
 from torch.utils._pytree import tree_map_only
 
 from fsdp_compile import api
+from fsdp_compile.compiler.capture import bucket_gradients
 from fsdp_compile.costs import predict
 from fsdp_compile.costs.hardware import find_hardware
 from fsdp_compile.emulation import checks
@@ -203,6 +204,14 @@ def test_forward_and_backward_can_be_cuda_graphs(lowering):
     saved_batch = [node.name for node in inputs[1] if node.name in batch]
     assert len(batch) == 2 and len(tangents) == 1 and saved_batch
     assert recording.others == [batch, tangents]  # the backward finds the batch where the forward's graph read it
+
+
+def test_gradients_that_are_kept_are_not_at_one_address_for_cuda_graphs():
+    with Recording() as recording, tracing(take_along_kept_gradients):
+        found = built("odd_mlp", {"collective_lowering": "packed"})
+    kept = {gradient.accumulated for gradient in bucket_gradients(found.graphs.backward.graph)}
+    assert recording.reasons == [] and len(kept) == 3
+    assert kept <= set(recording.others[1]) and not kept & {*recording.static[0], *recording.static[1]}
 
 
 def test_offloaded_shards_keep_inductor_from_cuda_graphs():
