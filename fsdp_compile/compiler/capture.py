@@ -58,6 +58,7 @@ _REORDERING = {  # what Inductor would otherwise do to the order of the nodes, o
     "bucket_all_reduces_fx": "none",
     "bucket_reduce_scatters_fx": "none",
     "combo_kernels": False,
+    "graph_partition": False,  # of two CUDA graphs, one would start a collective and the other wait for it
     "triton.reorder_for_reducing_graph_partitions": False,
     "_fuse_ddp_communication": False,
     "_micro_pipeline_tp": False,
@@ -106,6 +107,8 @@ class Capture:
         def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             if kwargs.get("is_inference"):
                 self._rewrite_inference(graph)
+            if (static := kwargs.get("static_input_idxs")) is not None:
+                kwargs["static_input_idxs"] = partitioner.static(graph, static)
             with uncollected(), fast_matmuls(), whole_copies(), few_casts():
                 compiled = (
                     compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph, inputs)
@@ -234,6 +237,15 @@ class Partitioner(CustomPartitionerFn):
             self.results.dependence = self.paths.dependence()
         self.capture.on_graphs(RewrittenGraphs.of(forward, backward, plan, self.results.dependence))
         return forward.lowered, backward.lowered
+
+    def static(self, half: torch.fx.GraphModule, indices: Sequence[int]) -> list[int]:
+        """Which inputs of a half are at the same address whenever it runs, of those that Inductor takes for such.
+
+        It takes all parameters; those that hold gradients that were kept are new in each step.
+        """
+        names = [node.name for node in half.graph.nodes if node.op == "placeholder"]
+        kept = {gradient.accumulated for gradient in self.gradients}
+        return [index for index in indices if names[index] not in kept]
 
     def uuid(self) -> str:
         """For Inductor's cache of generated code, whose key contains the graphs that we return."""

@@ -31,7 +31,8 @@ class Half:
 
     Attributes:
         wrapper: the generated Python, which calls kernels and libraries.
-        bytes_of_buffer: what each of its buffers and inputs takes, by the name that the wrapper has for it.
+        bytes_of_buffer: what each of its buffers and inputs takes, by the name that the wrapper has for it; 0 where its
+            size varies.
     """
 
     wrapper: str
@@ -102,6 +103,8 @@ def _noting(halves: list[Half], kernels: dict[str, CachingAutotuner]) -> Iterato
 
 def _num_bytes(buffer: Any) -> int:
     """Of a buffer of Inductor's on the GPU with numbers for sizes; 0 for what is no tensor."""
+    if isinstance(buffer, sympy.Basic):  # a size that varies is an input, too
+        return 0
     try:
         layout = buffer.get_layout()
     except NotImplementedError:

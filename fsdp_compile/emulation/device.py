@@ -78,6 +78,7 @@ def _answer_for_torch(gpu: Gpu) -> None:
     private: dict[str, Any] = {
         "_cuda_getDevice": lambda: 0,
         "_cuda_getCurrentRawStream": lambda device: 0,
+        "_cuda_cudaCachingAllocator_is_enabled": lambda: True,  # Inductor, before it makes CUDA graphs
         "_accelerator_getDefaultGenerator": lambda device: generator,  # Inductor of torch 2.15
     }
     for owner, replaced in ((torch.cuda, answers), (torch._C, private)):

@@ -124,11 +124,20 @@ def mixed(name: str) -> dict[str, Any]:
     return {"loss": distance(*losses), "gradients": furthest(found, wanted) / largest, **counts}
 
 
-def accumulated(name: str) -> dict[str, Any]:
+def without_gradients(name: str) -> dict[str, Any]:
+    """The loss of a call under no_grad."""
+    model, expected = sharded(name), made(name)
+    with counting() as counts, torch.no_grad():
+        loss = model(*training.batch_of_rank(model, 9))
+        wanted = expected(*training.global_batch(expected, 9))
+    return {"loss": distance(training.mean_over_ranks(loss), wanted), **counts}
+
+
+def accumulated(name: str, lowering: str = "grouped") -> dict[str, Any]:
     """Four micro-batches a step, all reduced with the last."""
     from tests.distributed import test_accumulation as accumulation
 
-    model = sharded(name)
+    model = sharded(name, collective_lowering=lowering)
     optimizer = training.adamw(model.parameters())
     with counting() as counts:
         for step in STEPS:

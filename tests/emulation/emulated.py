@@ -1,15 +1,23 @@
 """The programs of small models, checked, and broken on purpose; test_emulation.py runs this where a GPU is emulated."""
 
+import contextlib
 import dataclasses
 import re
 from collections import Counter
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch._inductor.compile_fx
+import torch._inductor.output_code
+from torch import nn
+from torch._inductor import config
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
+from fsdp_compile import api
+from fsdp_compile.compiler.capture import bucket_gradients
 from fsdp_compile.costs import predict
 from fsdp_compile.costs.hardware import find_hardware
 from fsdp_compile.emulation import checks
@@ -22,6 +30,7 @@ from fsdp_compile.options import Options
 from fsdp_compile.passes import ops
 from tests import models
 from tests.costs.test_memory import Attention, Checkpointed
+from tests.passes.test_precision import shards_of
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PROGRAMS = {
@@ -54,13 +63,17 @@ PROGRAMS = {
 }
 
 
+def built(model, options, ranks=4, rows=2):
+    torch._dynamo.reset()
+    made = models.build(model)
+    inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), made.inputs(rows, seed=0))
+    return build(made.to("meta"), inputs, {}, Options(**options), ranks)
+
+
 @cache
 def program(name, world_size=None):
-    torch._dynamo.reset()
     model, options, ranks = PROGRAMS[name]
-    made = models.build(model)
-    inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), made.inputs(2, seed=0))
-    return build(made.to("meta"), inputs, {}, Options(**options), world_size or ranks)
+    return built(model, options, world_size or ranks)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -70,13 +83,143 @@ def test_the_program_keeps_its_schedule(name):
     assert any(step.kind == "collective" for step in steps_of(built.halves[-1].wrapper))
 
 
-def test_inference_keeps_its_schedule():
-    torch._dynamo.reset()
-    made = models.build("gpt")
-    inputs = [tensor.to("meta") for tensor in made.inputs(2, seed=0)]
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("gpt", {"collective_lowering": "grouped"}),
+        ("gpt", {"collective_lowering": "packed"}),
+        ("odd_mlp", {"collective_lowering": "grouped", "offload_policy": CPUOffloadPolicy()}),
+    ],
+)
+def test_inference_keeps_its_schedule(model, options):
     with torch.no_grad():
-        built = build(made.to("meta"), tuple(inputs), {}, Options(collective_lowering="grouped"), 4)
-    assert len(built.halves) == 1 and checks.check(built) == []
+        found = built(model, options)
+    assert len(found.halves) == 1 and checks.check(found) == []
+
+
+@contextlib.contextmanager
+def tracing(prepare):
+    """Inside, `prepare` may change the model that is traced."""
+    reading_copy = api.reading_copy
+
+    def reading(*args):
+        found = reading_copy(*args)
+        prepare(found)
+        return found
+
+    with patch.object(api, "reading_copy", reading):
+        yield
+
+
+def keep_gradients(reading):
+    """As in a micro-batch under no_sync."""
+    for shard in shards_of(reading):
+        shard.gradient = "keep"
+        shard.accumulated = nn.Parameter(shard.data.new_empty(()).expand(4 * shard.data.numel()))
+
+
+def take_along_kept_gradients(reading):
+    """As in the micro-batch after those, which reduces."""
+    for shard in shards_of(reading):
+        shard.accumulated = nn.Parameter(shard.data.new_empty(4 * shard.data.numel()), requires_grad=False)
+
+
+@pytest.mark.parametrize("lowering", ["grouped", "packed"])
+def test_accumulation_keeps_its_schedule(lowering):
+    with tracing(keep_gradients):
+        kept = built("odd_mlp", {"collective_lowering": lowering})
+    with tracing(take_along_kept_gradients):
+        taken = built("odd_mlp", {"collective_lowering": lowering})
+    assert checks.check(kept) == checks.check(taken) == []
+    steps = [steps_of(each.halves[1].wrapper) for each in (kept, taken)]
+    reductions = [[step.name for step in each if step.name.startswith("reduce_scatter")] for each in steps]
+    assert not reductions[0] and set(reductions[1]) == {"reduce_scatter_tensor"}
+    # The kernel that packs a bucket adds what was kept.
+    assert len({sum(step.kind == "kernel" for step in each) for each in steps}) == 1
+
+
+@contextlib.contextmanager
+def varying_rows():
+    """Inside, models are traced for any number of rows."""
+    off_meta = api.off_meta
+
+    def marked(values, device):
+        found = off_meta(values, device)
+        if isinstance(values, tuple):  # of the arguments of a call
+            for tensor in found[0]:
+                torch._dynamo.mark_dynamic(tensor, 0)
+        return found
+
+    with patch.object(api, "off_meta", marked):
+        yield
+
+
+@pytest.mark.parametrize("lowering", ["grouped", "packed"])
+def test_a_program_for_any_number_of_rows_keeps_its_schedule(lowering):
+    with varying_rows():
+        found = built("odd_mlp", {"collective_lowering": lowering}, rows=6)
+    assert checks.check(found) == []
+    symbols = [node.meta["val"] for node in found.graphs.forward.graph.nodes if node.op == "placeholder"]
+    assert any(isinstance(value, torch.SymInt) for value in symbols)
+    assert 0 in found.halves[0].bytes_of_buffer.values() and any(found.halves[0].bytes_of_buffer.values())
+
+
+class Recording:
+    """What Inductor would record as CUDA graphs: for each, which inputs stay where they are, and which do not.
+
+    Attributes:
+        reasons: why it does without.
+    """
+
+    def __init__(self):
+        self.static, self.others, self.reasons = [], [], []
+
+    def cudagraphify(self, compiled, *, static_input_idxs, placeholders, **kwargs):
+        names = [placeholder.name for placeholder in placeholders]
+        self.static.append([names[index] for index in static_input_idxs])
+        self.others.append([name for name in names if name not in self.static[-1]])
+        return compiled
+
+    def __enter__(self):
+        torch_compile, output = torch._inductor.compile_fx, torch._inductor.output_code
+        self.patches = contextlib.ExitStack()
+        self.patches.enter_context(patch.object(torch_compile, "cudagraphify", self.cudagraphify))
+        self.patches.enter_context(patch.object(output, "log_cudagraph_skip_and_bump_counter", self.reasons.append))
+        self.patches.enter_context(config.patch({"triton.cudagraphs": True}))
+        return self
+
+    def __exit__(self, *error):
+        self.patches.close()
+
+
+@pytest.mark.parametrize("lowering", ["grouped", "packed"])
+def test_forward_and_backward_can_be_cuda_graphs(lowering):
+    with Recording() as recording:
+        found = built("odd_mlp", {"collective_lowering": lowering})
+    assert checks.check(found) == [] and recording.reasons == []
+    forward, backward = found.graphs.forward.graph, found.graphs.backward.graph
+    inputs = [[node for node in graph.nodes if node.op == "placeholder"] for graph in (forward, backward)]
+    batch = [node.name for node in inputs[0] if node.meta["val"].shape in [(2, 5), (2, 1)]]
+    tangents = [node.name for node in inputs[1] if "tangents" in node.name]
+    saved_batch = [node.name for node in inputs[1] if node.name in batch]
+    assert len(batch) == 2 and len(tangents) == 1 and saved_batch
+    assert recording.others == [batch, tangents]  # the backward finds the batch where the forward's graph read it
+
+
+def test_gradients_that_are_kept_are_not_at_one_address_for_cuda_graphs():
+    with Recording() as recording, tracing(take_along_kept_gradients):
+        found = built("odd_mlp", {"collective_lowering": "packed"})
+    kept = {gradient.accumulated for gradient in bucket_gradients(found.graphs.backward.graph)}
+    assert recording.reasons == [] and len(kept) == 3
+    assert kept <= set(recording.others[1]) and not kept & {*recording.static[0], *recording.static[1]}
+
+
+def test_offloaded_shards_keep_inductor_from_cuda_graphs():
+    with Recording() as recording:
+        found = built("odd_mlp", {"collective_lowering": "grouped", "offload_policy": CPUOffloadPolicy()})
+    assert checks.check(found) == [] and recording.static == []
+    (reason,) = recording.reasons  # of the forward; Inductor makes none of the backward then
+    assert "cpu device (primals_1)" in reason
 
 
 def test_attention_that_is_computed_again_takes_the_state_of_a_generator_along():

@@ -1,4 +1,4 @@
-"""The program of a GPU, run on two ranks of the CPU, trains as the eager model. cases.py has what a rank does."""
+"""The program of a GPU, run on ranks of the CPU, trains as the eager model. cases.py has what a rank does."""
 
 import json
 import math
@@ -15,17 +15,28 @@ pytest.importorskip("triton", reason="kernels of a GPU run in Triton's interpret
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = Path(fsdp_compile.__file__).parent / "emulation/launch.py"
-RANKS = 2
 CLOSE = 1e-5
+ROUGH = 4e-2
+"""Of what is computed in bf16: its 8 bits round each result by up to 0.4 %, and programs round at different places."""
+
+SMALL = {
+    "packed odd_mlp": CLOSE,
+    "poisoned odd_mlp": CLOSE,
+    "trained adapted": CLOSE,
+    "accumulated odd_mlp": CLOSE,
+    "accumulated odd_mlp packed": CLOSE,
+    "without_gradients odd_mlp": CLOSE,
+    "mixed odd_mlp": ROUGH,
+}
 
 
-def run(tmp_path, *cases):
+def run(tmp_path, *cases, num_ranks=2):
     """What each case found on the ranks, by its name."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     processes = []
-    for rank in range(RANKS):
-        arguments = [str(rank), str(RANKS), str(tmp_path / "store"), *cases]
+    for rank in range(num_ranks):
+        arguments = [str(rank), str(num_ranks), str(tmp_path / "store"), *cases]
         found = [sys.executable, "-P", str(LAUNCH), "--run", "h100", "tests.emulation.on_rank", *arguments]
         with (tmp_path / f"rank{rank}").open("w") as output:
             processes.append(subprocess.Popen(found, env=environment, stdout=output, stderr=subprocess.STDOUT))
@@ -35,7 +46,7 @@ def run(tmp_path, *cases):
     finally:
         for process in processes:
             process.kill()
-    return {case: [_found(tmp_path / f"rank{rank}", case) for rank in range(RANKS)] for case in cases}
+    return {case: [_found(tmp_path / f"rank{rank}", case) for rank in range(num_ranks)] for case in cases}
 
 
 def _found(output, case):
@@ -54,9 +65,13 @@ def is_within(tolerance, results):
 
 
 def test_small_models_train_as_in_eager(tmp_path):
-    cases = ["trained odd_mlp", "packed odd_mlp", "poisoned odd_mlp", "trained adapted", "accumulated odd_mlp"]
-    for case, results in run(tmp_path, *cases).items():
-        assert is_within(CLOSE, results), (case, results)
+    for case, results in run(tmp_path, *SMALL).items():
+        assert is_within(SMALL[case], results), (case, results)
+
+
+def test_four_ranks_train_as_in_eager(tmp_path):
+    ((_, results),) = run(tmp_path, "trained odd_mlp", num_ranks=4).items()
+    assert is_within(CLOSE, results), results
 
 
 def test_a_convolution_net_trains_as_in_eager(tmp_path):
@@ -64,9 +79,10 @@ def test_a_convolution_net_trains_as_in_eager(tmp_path):
     assert is_within(CLOSE, results), results
 
 
-def test_a_transformer_has_the_gradients_of_eager(tmp_path):
-    ((_, results),) = run(tmp_path, "first_gradients gpt").items()
-    assert is_within(CLOSE, results), results
+def test_transformers_have_the_gradients_of_eager(tmp_path):
+    """One with tied weights whose blocks are computed again, and one whose heads share keys."""
+    for case, results in run(tmp_path, "first_gradients checkpointed", "first_gradients llama").items():
+        assert is_within(CLOSE, results), (case, results)
 
 
 def test_what_is_read_before_its_wait_shows(tmp_path):
