@@ -15,7 +15,6 @@ at the end of the graph where AOTAutograd leaves them.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,43 +44,44 @@ class ComputeEarly:
 
 
 def needed_late(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """Pointwise values that are needed in memory behind communication, and their readers on the way to there."""
-    num_before, count = {}, 0
+    """What pointwise operators compute from a reduction's result, and what needs that in memory behind communication.
+
+    By the value, its readers on the way to there.
+    """
+    num_before: dict[torch.fx.Node, int] = {}
+    follows: set[torch.fx.Node] = set()
+    found, count = {}, 0
     for node in graph.nodes:
         num_before[node] = count
         count += ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.WAIT)
-    found = {}
-    for node in filter(_follows, graph.nodes):
+        sources = [source for source in node.all_input_nodes if num_before[source] == num_before[node]]
+        if any(source in follows or _is_reduction(source) for source in sources):
+            follows |= {node} if _is_pointwise(node) or analysis.is_alias(node) else set()
+    for node in filter(_is_pointwise, graph.nodes):
         readers = [user for user in node.users if _is_late(user, num_before[node], num_before)]
-        if readers:
+        if node in follows and readers:
             found[node] = readers
     return found
 
 
-def _follows(node: torch.fx.Node) -> bool:
-    """Whether a pointwise operator computes this from what a kernel computes, which it can be fused with."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
-        return False
-    sources = list(node.all_input_nodes)
-    for source in sources:
-        if analysis.is_alias(source):
-            sources.append(source.all_input_nodes[0])
-    return any(_is_light(source) for source in sources)
+def _is_pointwise(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def _is_light(node: torch.fx.Node) -> bool:
-    is_part = node.target is operator.getitem
-    return node.op == "call_function" and not (
-        is_part or analysis.is_alias(node) or analysis.is_heavy(node) or ops.is_dialect(node)
-    )
+def _is_reduction(node: torch.fx.Node) -> bool:
+    """Whether this is a kernel of its own that pointwise operators can be fused with."""
+    is_ours = not isinstance(node.target, torch._ops.OpOverload) or ops.is_dialect(node)
+    return not (is_ours or _is_pointwise(node) or analysis.is_alias(node) or analysis.is_heavy(node))
 
 
 def _is_late(reader: torch.fx.Node, num: int, num_before: Mapping[torch.fx.Node, int]) -> bool:
     """Whether this needs a value in memory, or a view of it does, with more communication before it than `num`."""
+    if ops.is_call(reader, ops.STORE):
+        return False
     if analysis.is_alias(reader):
         return any(_is_late(user, num, num_before) for user in reader.users)
-    needs_memory = reader.op == "output" or analysis.is_heavy(reader) or ops.is_dialect(reader)
-    return needs_memory and num_before[reader] > num
+    is_sent = ops.is_dialect(reader) and not ops.is_call(reader, ops.FREE)
+    return (is_sent or reader.op == "output" or analysis.is_heavy(reader)) and num_before[reader] > num
 
 
 def _needs(write: torch.fx.Node) -> set[torch.fx.Node]:
