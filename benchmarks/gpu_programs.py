@@ -79,9 +79,9 @@ def measure(name: str, gpus: int, hardware: Hardware) -> dict[str, str]:
     return {
         "model": name,
         "kernels": _calls(sharded, is_kernel),
-        "alone": _calls(alone, is_kernel),
+        "kernels alone": _calls(alone, is_kernel),
         "copies": _calls(sharded, is_copy),
-        "of these alone": _calls(alone, is_copy),
+        "copies alone": _calls(alone, is_copy),
         "collectives": _calls(sharded, lambda step: step.kind == "collective"),
         "built MB": f"{prediction.built_bytes / 1e6:,.1f}",
         "estimated MB": f"{prediction.estimated_bytes / 1e6:,.1f}",
