@@ -34,7 +34,7 @@ from ..passes.plan import StepPlan
 from ..runtime.backward import BucketGradient
 from ..runtime.compilations import Compilations
 from ..runtime.given import HasGradient, Results
-from ..runtime.inductor import Fences, fast_matmuls, few_casts, generator_digest, whole_copies
+from ..runtime.inductor import Fences, InOrder, fast_matmuls, few_casts, generator_digest, whole_copies
 from ..runtime.kernels import capturing
 from .writes import refuse_writes, sharded_inputs
 
@@ -62,7 +62,7 @@ _REORDERING = {  # what Inductor would otherwise do to the order of the nodes, o
     "triton.reorder_for_reducing_graph_partitions": False,
     "_fuse_ddp_communication": False,
     "_micro_pipeline_tp": False,
-    "_post_fusion_custom_pass": None,
+    "_post_fusion_custom_pass": InOrder(),
     "_pre_fusion_custom_pass": Fences(),
 }
 _KEEP_SCHEDULE = {name: value for name, value in _REORDERING.items() if name in torch._inductor.list_options()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,41 @@ class Fences(_SchedulerPass):  # type: ignore[misc]  # one of two
         if fence is not None:
             _note_ancestors(nodes)
         return nodes
+
+    def uuid(self) -> bytes:
+        """For the key of Inductor's cache of generated code."""
+        return generator_digest()
+
+
+class InOrder(_SchedulerPass):  # type: ignore[misc]  # one of two
+    """Kernels run in the order of the schedule, as far as what they read allows.
+
+    Inductor runs a fused kernel where the first of its parts stood, and just before it what it reads: matmuls that the
+    schedule has later. This is its `_post_fusion_custom_pass`.
+    """
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        node_of_buffer = {name: node for node in nodes for name in node.get_buffer_names()}
+        readers: dict[Any, list[Any]] = {node: [] for node in nodes}
+        num_missing: dict[Any, int] = {}
+        for node in nodes:
+            found = [node_of_buffer.get(dependency.name) for dependency in node.unmet_dependencies]
+            sources = dict.fromkeys(source for source in found if source is not None and source is not node)
+            num_missing[node] = len(sources)
+            for source in sources:
+                readers[source].append(node)
+        place = {node: (node.min_order, index) for index, node in enumerate(nodes)}
+        ready = [(*place[node], node) for node in nodes if not num_missing[node]]
+        heapq.heapify(ready)
+        ordered = []
+        while ready:
+            *_, node = heapq.heappop(ready)
+            ordered.append(node)
+            for reader in readers[node]:
+                num_missing[reader] -= 1
+                if not num_missing[reader]:
+                    heapq.heappush(ready, (*place[reader], reader))
+        return ordered
 
     def uuid(self) -> bytes:
         """For the key of Inductor's cache of generated code."""

@@ -28,8 +28,8 @@ from fsdp_compile.emulation.prediction import predict_built
 from fsdp_compile.emulation.wrapper import steps_of
 from fsdp_compile.options import Options
 from fsdp_compile.passes import ops
-from tests import models
 from tests.costs.test_memory import Attention, Checkpointed
+from tests.emulation import cases
 from tests.passes.test_precision import shards_of
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -60,12 +60,14 @@ PROGRAMS = {
     ),
     "planned": ("odd_mlp", {"hardware": "h100", "collective_lowering": "grouped"}, 4),
     "convolutions": ("conv_net", {"collective_lowering": "grouped"}, 4),
+    "grouped queries": ("llama", {"collective_lowering": "grouped"}, 4),
+    "odd rows": ("odd_mlp", {"collective_lowering": "packed"}, 4),
 }
 
 
 def built(model, options, ranks=4, rows=2):
     torch._dynamo.reset()
-    made = models.build(model)
+    made = cases.made(model)
     inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), made.inputs(rows, seed=0))
     return build(made.to("meta"), inputs, {}, Options(**options), ranks)
 
@@ -327,10 +329,10 @@ def kernels(name, world_size=None):
     return [Counter(step.kind for step in steps_of(half.wrapper))["kernel"] for half in halves]
 
 
-@pytest.mark.parametrize("name", ["grouped", "packed"])
-def test_sharding_takes_no_kernel_where_nothing_is_cast(name):
+@pytest.mark.parametrize(("name", "same"), [("grouped", "grouped"), ("packed", "grouped"), ("odd rows", "odd rows")])
+def test_sharding_takes_no_kernel_where_nothing_is_cast(name, same):
     forward, backward = kernels(name)
-    alone, alone_backward = kernels(name, world_size=1)
+    alone, alone_backward = kernels(same, world_size=1)
     assert forward <= alone + 1 and backward <= alone_backward + 1
 
 

@@ -21,7 +21,8 @@ LAUNCH = Path(fsdp_compile.__file__).parent / "emulation/launch.py"
 
 
 def run(*command):
-    environment = {**os.environ, **ranks.environment(), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    environment = {**os.environ, **ranks.environment(), "PYTHONPATH": paths, "COLUMNS": "200"}
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
