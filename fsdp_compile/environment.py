@@ -27,4 +27,4 @@ def initialise_from_environment(device: torch.device) -> None:
     """Initialise the default process group if torchrun started several ranks and nobody has."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         on_cuda = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
-        dist.init_process_group("nccl" if on_cuda else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")  # shards may be offloaded

@@ -34,5 +34,6 @@ def required_wait(collective: torch.fx.Node) -> torch.fx.Node:
     """The wait for a collective; a `PassError` where there is none, or more than one."""
     waits = [user for user in collective.users if ops.is_call(user, ops.WAIT)]
     if len(waits) != 1:
-        raise pass_error(f"{printed_name(collective)} needs one wait", collective)
+        remedy = "one fsdp.wait has to read it, and all others read that"
+        raise pass_error(f"{printed_name(collective)} needs one wait: {remedy}", collective)
     return waits[0]

@@ -1,4 +1,4 @@
-"""What nodes carry: every key of `node.meta` that this project writes is written here, and its own are read here.
+"""What nodes carry: the keys of `node.meta` that are ours are written and read here only.
 
 `val` is a node's value on tensors without memory; torch's own passes and ours keep it up to date.
 """

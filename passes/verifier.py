@@ -157,9 +157,10 @@ def _waits(graph: torch.fx.Graph) -> None:
         if ops.is_collective(node) or ops.is_call(node, ops.COPY_START):
             users = list(node.users)
             read_by = ", ".join("{}" for _ in users) or "nothing"
-            _require(len(users) == 1, f"needs one wait, and is read by {read_by}", node, *users)
-            is_waited_for = ops.is_call(users[0], ops.WAIT if ops.is_collective(node) else ops.COPY_WAIT)
-            _require(is_waited_for, "is read by {} without a wait", node, users[0])
+            wait, name = (ops.WAIT, "fsdp.wait") if ops.is_collective(node) else (ops.COPY_WAIT, "fsdp.copy_wait")
+            remedy = f"one {name} has to read it, and all others read that"
+            _require(len(users) == 1, f"needs one wait, and is read by {read_by}: {remedy}", node, *users)
+            _require(ops.is_call(users[0], wait), f"is read by {{}} without a wait: {remedy}", node, users[0])
 
 
 def _wait_order(graph: torch.fx.Graph) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from ..runtime.gloo import TOGETHER, overlapping_group
+from ..runtime.groups import backend_of
 from ..runtime.inductor import onednn_is_faster, onednn_mm
 from .hardware import Hardware, Link
 
@@ -138,7 +139,7 @@ def _memory_bandwidth(device: torch.device) -> float:
 def _host_bandwidth(device: torch.device) -> float:
     if device.type == "cpu":
         return _NEVER
-    host = torch.ones(1 << 24)
+    host = torch.ones(1 << 24, pin_memory=True)  # as offloaded shards are
     target = torch.empty_like(host, device=device)
     return host.nbytes / _seconds(lambda: target.copy_(host), device)
 
@@ -176,6 +177,7 @@ def _communication(device: torch.device, hardware: Hardware) -> Hardware:
     assert world is not None
     gather, reduce, all_reduce = (_line(send, world, device) for send in (_gather, _reduce, _all_reduce))
     within, hop = gather, 0.0
+    is_gloo = backend_of(world, device.type) == "gloo"
     num_nodes = world.size() // hardware.ranks_per_node
     bandwidth = _bandwidth(gather, world.size())
     between = _NEVER
@@ -194,7 +196,7 @@ def _communication(device: torch.device, hardware: Hardware) -> Hardware:
         reduce_scatter_factor=reduce.each / gather.each,
         all_reduce_factor=all_reduce.each / gather.each,
         message_start=_message_start(world, device, gather),
-        reduction_workspace=1 - 1 / world.size() if "gloo" in dist.get_backend(world) else 0.0,  # parts to sum up
+        reduction_workspace=1 - 1 / world.size() if is_gloo else 0.0,  # parts to sum up
     )
 
 

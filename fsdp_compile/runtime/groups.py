@@ -145,7 +145,7 @@ def part_of(mesh: DeviceMesh, size: int) -> Part:
 def _mesh_device_type(device: torch.device) -> str:
     if device.type != "meta":
         return device.type
-    return "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    return "cuda" if torch.cuda.is_available() and backend_of(None, "cuda") not in ("", "gloo") else "cpu"
 
 
 def _check_backend(group: Any, device: torch.device) -> None:
@@ -154,7 +154,7 @@ def _check_backend(group: Any, device: torch.device) -> None:
     served = [str(found.type) for found in group._device_types]  # private as of torch 2.11 to 2.15
     if device.type not in served:
         raise ConfigError(
-            f"the model is on {device}, but its process group ({dist.get_backend(group)}) serves {served} only: "
+            f"the model is on {device}, but its process group ({dist.get_backend_config(group)}) serves {served} only: "
             "move the model, or initialise the process group with a backend for its device"
         )
 
@@ -236,5 +236,15 @@ def num_shards_of(mesh: DeviceMesh | None) -> int:
     return 1 if mesh is None else mesh.size(mesh.ndim - 1)
 
 
+def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
+    """Which backend of a group (None: of all ranks) serves this type of device, as "nccl"; "" if none does.
+
+    A group may have several: `dist.get_backend` calls those of `init_process_group()`, without a backend, "undefined".
+    """
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}.get(device_type, "")
+
+
 def is_nccl(mesh: DeviceMesh) -> bool:
-    return "nccl" in dist.get_backend(mesh.get_group(mesh.ndim - 1))
+    """Whether the gathers of a model on this mesh are NCCL's."""
+    return backend_of(mesh.get_group(mesh.ndim - 1), mesh.device_type) == "nccl"

@@ -7,6 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import shard
+from fsdp_compile.module.sharding import sharding_of
+from fsdp_compile.runtime.groups import backend_of
 from tests.distributed.training import (
     assert_same_gradients,
     assert_same_parameters,
@@ -72,6 +74,24 @@ def test_a_mesh_of_one_dimension_shards_over_it(world_size, front_end):
     model = front_end(build("odd_mlp"), mesh)
     assert_trains_as(model, build("odd_mlp"))
     assert all(parameter.device_mesh == mesh for parameter in model.parameters())
+
+
+def test_a_group_has_a_backend_for_each_type_of_device(monkeypatch):
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.get_backend() == "undefined"  # so torch calls those that it chooses itself
+        assert backend_of(None, "cpu") == "gloo"
+        assert backend_of(None, "mps") == ""
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")  # as where there are GPUs
+        assert [backend_of(None, kind) for kind in ("cpu", "cuda")] == ["gloo", "nccl"]
+    finally:
+        dist.destroy_process_group()
+
+
+@on_ranks(2)
+def test_no_shard_of_a_process_has_the_key_of_another(world_size):
+    shards = [each for _ in range(2) for each in sharding_of(compiled(build("odd_mlp"))).shards]
+    assert len({each.key for each in shards}) == len(shards) > 2  # Dynamo guards on it
 
 
 def test_a_single_process_keeps_plain_parameters_and_no_collective():

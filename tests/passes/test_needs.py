@@ -116,7 +116,7 @@ up.weight calls fsdp.unshard: run InsertAllGather first
         self.assertExpectedInline(
             self.refused(graph, PrefetchAllGather()),
             """\
-up.pending needs one wait
+up.pending needs one wait: one fsdp.wait has to read it, and all others read that
   up: f32[8], an input
 > up.pending: f32[16] = fsdp.all_gather(up)
   return [up.pending]""",
@@ -129,7 +129,7 @@ up.pending needs one wait
         self.assertExpectedInline(
             self.refused(graph, DelayReduceScatterWait()),
             """\
-up.grad.pending needs one wait
+up.grad.pending needs one wait: one fsdp.wait has to read it, and all others read that
   packed: f32[16], an input
 > up.grad.pending: f32[8] = fsdp.reduce_scatter(packed)
   return [up.grad.pending]""",

@@ -80,7 +80,7 @@ class TestVerify(Pictures):
         self.assertExpectedInline(
             self.refused(drawing),
             """\
-up.pending needs one wait, and is read by nothing
+up.pending needs one wait, and is read by nothing: one fsdp.wait has to read it, and all others read that
   up: f32[8], an input
 > up.pending: f32[16] = fsdp.all_gather(up)
   return []""",
