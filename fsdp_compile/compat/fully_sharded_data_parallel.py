@@ -1,8 +1,4 @@
-"""The names of torch's FSDP: change the import, and a script trains as one compiled program.
-
-Both shard and compile through `fsdp_compile`, so they can be applied from the bottom up: what was wrapped before
-becomes a part of the program of what is wrapped around it.
-"""
+"""FSDP1's name: `FullyShardedDataParallel`."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +25,6 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -40,96 +35,18 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from .api import fsdp_compile, shard
-from .checks import check_bool, check_dtype, listed
-from .compiler.options import CompileConfig
-from .errors import ConfigError
-from .layout.options import OffloadConfig
-from .module.full_parameters import SummonOptions, summon
-from .module.sharded_module import become_sharded_together, register_fsdp_forward_method
-from .module.sharding import Sharding, is_sharded, sharding_of
-
-__all__ = ["FSDPModule", "FullyShardedDataParallel", "fully_shard", "register_fsdp_forward_method"]
-
+from ..api import fsdp_compile
+from ..checks import check_bool, check_dtype, listed
+from ..errors import ConfigError
+from ..layout.options import OffloadConfig
+from ..module.full_parameters import SummonOptions, summon
+from ..module.sharding import Sharding, is_sharded, sharding_of
+from .sharded_type import ShardedType
 
 _MOST_GPUS = 128  # that torch.device can name
-_Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
 
 
-def fully_shard(
-    module: _Modules,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    backend: str = "inductor",
-) -> _Modules:
-    """torch.distributed.fsdp.fully_shard: the parameters of `module` that were not sharded before become one unit.
-
-    Apply it to blocks first and to the whole model last, as there; the whole then runs as one compiled program.
-    `reshard_after_forward=None` leaves the unit that the forward uses last gathered for the backward, whichever it is.
-
-    Args:
-        module: or a list of modules, whose parameters become one unit of the model that holds them. Until that is
-            sharded, they run in eager.
-
-    Raises:
-        ConfigError: as `fsdp_compile`; for an empty list, or one of a module that is sharded already; and for
-            `shard_placement_fn`, which is not supported.
-    """
-    if shard_placement_fn is not None:
-        raise ConfigError("shard_placement_fn is not supported: parameters are sharded on dim 0")
-    CompileConfig(backend)  # of a list, nothing is compiled by itself
-    ignored = [] if ignored_params is None else listed("ignored_params", ignored_params, "parameters")
-    whole: nn.Module = module if isinstance(module, nn.Module) else nn.ModuleList(_outermost(module))
-    is_list = whole is not module
-    apply: Callable[..., nn.Module] = shard if is_list else partial(fsdp_compile, backend=backend)
-    members = [name for name, _ in whole.named_children()]
-    held = set(whole.parameters())
-    apply(
-        whole,
-        mesh,
-        auto_wrap_policy=[whole],
-        reshard_after_forward=reshard_after_forward,
-        mp_policy=mp_policy if mp_policy is None or not is_list else dict.fromkeys(["", *members], mp_policy),
-        offload_policy=offload_policy,
-        ignored_params=[item for item in ignored if not isinstance(item, nn.Parameter) or item in held],
-        sync_module_states=False,
-    )
-    if is_list:
-        become_sharded_together(tuple(whole.children()), sharding_of(whole))
-    return module
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules of the list that are in no other of them."""
-    if not isinstance(modules, Sequence) or not modules or not all(isinstance(item, nn.Module) for item in modules):
-        raise ConfigError(f"fully_shard takes a module or a list of modules, not {modules!r}")
-    for item in modules:
-        if is_sharded(item):
-            raise ConfigError(f"fully_shard: a {type(item).__name__} of the list is sharded already")
-    inner = {below for item in modules for below in item.modules() if below is not item}
-    return [item for item in dict.fromkeys(modules) if item not in inner]
-
-
-class _Sharded(type):
-    """isinstance(model, FSDPModule), or FullyShardedDataParallel, is whether the model is sharded."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, nn.Module) and is_sharded(instance)
-
-
-class FSDPModule(metaclass=_Sharded):
-    """torch.distributed.fsdp.FSDPModule, for isinstance: of modules sharded one by one, the outermost is one."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError("FSDPModule is for isinstance; fully_shard(module) shards a module")
-
-
-class FullyShardedDataParallel(metaclass=_Sharded):
+class FullyShardedDataParallel(metaclass=ShardedType):
     """torch.distributed.fsdp.FullyShardedDataParallel, by today's signature or that of torch 1.11.
 
     The call returns the module itself, sharded and compiled; `.module` is that module, too. Parameters are always the

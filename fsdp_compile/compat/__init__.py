@@ -1,0 +1,11 @@
+"""The names of torch's FSDP: change the import, and a script trains as one compiled program.
+
+Both shard and compile through `fsdp_compile`, so they can be applied from the bottom up: what was wrapped before
+becomes a part of the program of what is wrapped around it.
+"""
+
+from ..module.sharded_module import register_fsdp_forward_method
+from .fully_shard import FSDPModule, fully_shard
+from .fully_sharded_data_parallel import FullyShardedDataParallel
+
+__all__ = ["FSDPModule", "FullyShardedDataParallel", "fully_shard", "register_fsdp_forward_method"]

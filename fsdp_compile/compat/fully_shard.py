@@ -1,0 +1,87 @@
+"""FSDP2's names: `fully_shard` and `FSDPModule`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from ..api import fsdp_compile, shard
+from ..checks import listed
+from ..compiler.options import CompileConfig
+from ..errors import ConfigError
+from ..module.sharded_module import become_sharded_together
+from ..module.sharding import is_sharded, sharding_of
+from .sharded_type import ShardedType
+
+_Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
+
+
+def fully_shard(
+    module: _Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    backend: str = "inductor",
+) -> _Modules:
+    """torch.distributed.fsdp.fully_shard: the parameters of `module` that were not sharded before become one unit.
+
+    Apply it to blocks first and to the whole model last, as there; the whole then runs as one compiled program.
+    `reshard_after_forward=None` leaves the unit that the forward uses last gathered for the backward, whichever it is.
+
+    Args:
+        module: or a list of modules, whose parameters become one unit of the model that holds them. Until that is
+            sharded, they run in eager.
+
+    Raises:
+        ConfigError: as `fsdp_compile`; for an empty list, or one of a module that is sharded already; and for
+            `shard_placement_fn`, which is not supported.
+    """
+    if shard_placement_fn is not None:
+        raise ConfigError("shard_placement_fn is not supported: parameters are sharded on dim 0")
+    CompileConfig(backend)  # of a list, nothing is compiled by itself
+    ignored = [] if ignored_params is None else listed("ignored_params", ignored_params, "parameters")
+    whole: nn.Module = module if isinstance(module, nn.Module) else nn.ModuleList(_outermost(module))
+    is_list = whole is not module
+    apply: Callable[..., nn.Module] = shard if is_list else partial(fsdp_compile, backend=backend)
+    members = [name for name, _ in whole.named_children()]
+    held = set(whole.parameters())
+    apply(
+        whole,
+        mesh,
+        auto_wrap_policy=[whole],
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy if mp_policy is None or not is_list else dict.fromkeys(["", *members], mp_policy),
+        offload_policy=offload_policy,
+        ignored_params=[item for item in ignored if not isinstance(item, nn.Parameter) or item in held],
+        sync_module_states=False,
+    )
+    if is_list:
+        become_sharded_together(tuple(whole.children()), sharding_of(whole))
+    return module
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of the list that are in no other of them."""
+    if not isinstance(modules, Sequence) or not modules or not all(isinstance(item, nn.Module) for item in modules):
+        raise ConfigError(f"fully_shard takes a module or a list of modules, not {modules!r}")
+    for item in modules:
+        if is_sharded(item):
+            raise ConfigError(f"fully_shard: a {type(item).__name__} of the list is sharded already")
+    inner = {below for item in modules for below in item.modules() if below is not item}
+    return [item for item in dict.fromkeys(modules) if item not in inner]
+
+
+class FSDPModule(metaclass=ShardedType):
+    """torch.distributed.fsdp.FSDPModule, for isinstance: of modules sharded one by one, the outermost is one."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError("FSDPModule is for isinstance; fully_shard(module) shards a module")
