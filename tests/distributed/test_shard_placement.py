@@ -36,9 +36,9 @@ from tests.ranks import on_ranks, run_on_ranks
 
 
 class Varied(Regression):
-    """Dimensions that 2 and 4 divide and that neither does, three of them, one parameter in two places, a frozen one.
+    """Dimensions that 2 and 4 divide and that neither does, three of them, a parameter in two places, one frozen.
 
-    It takes views of weights, which needs them contiguous, and a convolution, whose result would have other strides.
+    The forward takes views that are possible of contiguous parameters only.
     """
 
     def __init__(self):
@@ -49,15 +49,15 @@ class Varied(Regression):
         self.tied = nn.Linear(4, 4, bias=False)
         self.again = nn.Linear(4, 4, bias=False)
         self.again.weight = self.tied.weight
-        self.frozen = nn.Parameter(torch.randn(4, 6), requires_grad=False)
+        self.frozen = nn.Parameter(torch.randn(3, 8), requires_grad=False)
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x, target):
         x = torch.tanh(self.first(x)).view(-1, 4, 2)
-        x = torch.tanh(self.conv(x)).view(-1, 3, 4)
-        x = x @ self.again(torch.tanh(self.tied(self.experts.view(3, 8, 4).mean(1))))[0].diag()
-        x = (x[:, :, None] * self.experts).sum(-1) * self.scale
-        return F.mse_loss(torch.tanh(x.flatten(1) @ self.frozen.view(2, 12).T).sum(1, keepdim=True), target)
+        x = torch.tanh(self.conv(x)).view(-1, 3, 4)  # of a convolution whose weight has other strides it would fail
+        x = self.again(torch.tanh(self.tied(x)))
+        x = torch.tanh(torch.bmm(x.transpose(0, 1), self.experts)).sum(0) * self.scale
+        return F.mse_loss((x @ self.frozen.view(8, 3)).sum(1, keepdim=True), target)
 
 
 def varied(seed=0):
@@ -200,31 +200,30 @@ def test_fully_shard_places_the_parameters_of_each_module(world_size):
 # States
 
 
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
 @on_ranks(2)
 def test_a_state_dict_goes_between_placements(world_size):
     """As DTensors and in full, copied, and saved by torch."""
     model = compiled(varied(), shard_placement_fn=last)
     train(model, adamw(model.parameters()), range(1))
     values = full_parameters(model)
-    options = StateDictOptions(full_state_dict=True)
-    assert_close(get_model_state_dict(model, options=options), values)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert_close({name: state[name] for name in values}, values)
     states = {
         "copied": copy.deepcopy(model.state_dict()),
         "saved": saved_and_loaded(model.state_dict()),
-        "full": dict(values),
+        "full": state,
     }
-    for name, state in states.items():
+    for state in states.values():
         for place in (last, first):
             other = shard(varied(seed=1), shard_placement_fn=place)
             other.load_state_dict(state)
-            assert full_parameters(other).keys() == values.keys()
-            assert_close(full_parameters(other), values), name
+            assert_close(full_parameters(other), values)
     other = compiled(varied(seed=1), shard_placement_fn=middle)
-    set_model_state_dict(other, values if dist.get_rank() == 0 else {}, options=_FROM_RANK_0)
+    set_model_state_dict(other, state if dist.get_rank() == 0 else {}, options=FROM_RANK_0)
     assert_close(full_parameters(other), values)
-
-
-_FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 @on_ranks(2)
@@ -283,11 +282,9 @@ def test_full_parameters_are_written_back_to_their_parts(world_size):
 @on_ranks(2)
 def test_a_model_converted_or_assigned_to_keeps_its_placements(world_size):
     model, expected = compiled(varied(), shard_placement_fn=last), varied()
-    state = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    with torch.no_grad():
-        for parameter in expected.parameters():
-            parameter.fill_(0.25)
+    for each in (model, expected):
+        state = {"experts": torch.full_like(each.experts.detach(), 0.25)}
+        each.load_state_dict(state, strict=False, assign=True)
     assert_trains_as(model, expected, range(2))
     model.double()
     batch = [tensor.double() for tensor in batch_of_rank(model, 0)]
@@ -327,7 +324,7 @@ def test_what_is_no_placement_is_refused_before_anything_is_changed(place, words
 
 @on_ranks(2)
 def test_ranks_that_place_a_parameter_differently_are_told(world_size):
-    with pytest.raises(RankError, match="parameter first.weight of the unit"):
+    with pytest.raises(RankError, match="sharded on dimension 2"):
         shard(varied(), shard_placement_fn=(first, last)[dist.get_rank()])
 
 
