@@ -23,6 +23,7 @@ from .environment import initialise_from_environment, local_world_size
 from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
 from .layout.buckets import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
+from .layout.placements import find_dims
 from .layout.precision import find_precision, install_casts
 from .layout.units import Unit, find_units
 from .module.adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
@@ -78,6 +79,8 @@ def fsdp_compile(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: 
         reshard_after_forward: None leaves it to the strategy: all units are freed after the forward but the one used
             last. True frees all, False none; a number of ranks shards them over groups of that size until the
             backward; a map from globs over unit names to bools and numbers decides for the units it matches.
+        shard_placement_fn: called with every parameter, before it is sharded; returns the Shard(dim) that it gets, of
+            any dimension, divisible by the ranks or not, or None for Shard(0). Negative ones count from the end.
         mp_policy: torch's MixedPrecisionPolicy, or a map to such policies from module classes and globs over module
             names; see `fsdp_compile.layout.precision.find_precision`. Shards are cast before they are gathered;
             parameters, their gradients and the optimizer's states keep their dtype.
@@ -159,7 +162,8 @@ def decide(model: nn.Module, options: Options) -> Decision:
     units = find_units(model, options.auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
     options.schedule.check_globs([unit.name for unit in units])
     precision = find_precision(model, options.mp_policy, _modules_of(units, model))
-    return Decision(options, parameters, units, precision, options.schedule)
+    dims = find_dims(parameters, options.shard_placement_fn)
+    return Decision(options, parameters, units, precision, options.schedule, dim_of_parameter=dims)
 
 
 def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | None, decision: Decision) -> Decision:
@@ -327,7 +331,8 @@ def rewrite_for(
     if axes.everyone.size > 1:
         check_dense(model, set(decision.parameters.values()))
     offload_from = torch.device(device) if options.offload.is_on else None
-    placement = Placement(axes, options.reduction, decision.precision.policy_of_parameter, offload_from)
+    policies, dims = decision.precision.policy_of_parameter, decision.dim_of_parameter
+    placement = Placement(axes, options.reduction, policies, offload_from, dims)
     layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
     reshard = decision.with_shards(axes.shards.size).values()
     parts_of_size = {size: metadata.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}

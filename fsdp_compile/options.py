@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import Shard
 
 from .checks import check_bool, check_call, listed
 from .costs.hardware import Hardware
@@ -39,6 +40,7 @@ class Options:
     auto_wrap_policy: Any = "auto"
     sharding_strategy: ShardingStrategy | Auto = ShardingStrategy.FULL_SHARD
     reshard_after_forward: Any = None
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None
     mp_policy: Any = None
     offload_policy: Any = None
     backward_prefetch: Any = "auto"
@@ -65,6 +67,10 @@ class Options:
             if not callable(self.param_init_fn) or isinstance(self.param_init_fn, type):
                 raise ConfigError(f"param_init_fn is a function that takes a module, not {self.param_init_fn!r}")
             check_call("param_init_fn", self.param_init_fn, "module")
+        if (place := self.shard_placement_fn) is not None:
+            if not callable(place) or isinstance(place, (type, nn.Module)):
+                raise ConfigError(f"shard_placement_fn is a function that takes a parameter, not {place!r}")
+            check_call("shard_placement_fn", place, "parameter")
         ignored = self.ignored_params
         self._set("ignored_params", [] if ignored is None else listed("ignored_params", ignored, "parameters"))
         if isinstance(self.auto_wrap_policy, Iterator):  # it may be read several times

@@ -3,7 +3,9 @@
 A *shard* is the 1-D tensor in which a rank keeps its part of every parameter of one *bucket* (the parameters of one
 unit that share dtype, requires_grad and device). For a parameter of `rows` x `inner` elements on `world_size` ranks the
 shard holds `ceil(rows / world_size)` rows at `offset`, zero padded: dim-0 chunks, as `torch.chunk` and DTensor's
-`Shard(0)` cut them. With `world_size` 1 the shard holds the whole parameter and nothing needs to be gathered.
+`Shard(0)` cut them. Of a parameter that ranks share along another dimension, the rows are the ranks' parts, which the
+front end puts side by side (`runtime/assembly.py`). With `world_size` 1 the shard holds the whole parameter and nothing
+needs to be gathered.
 
 What the front end emits, differentiable, one of each per read of a parameter::
 

@@ -5,6 +5,7 @@ A tree is nested tuples, so that it prints, pickles and shrinks; `RandomModel(tr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,11 +14,22 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 5  # of all features: no number of ranks divides it
 
 Tree = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """A placement for any parameter, the first dimension or another by its shape and a seed."""
+
+    seed: int
+
+    def __call__(self, parameter: nn.Parameter) -> Shard | None:
+        return Shard((self.seed + sum(parameter.shape)) % parameter.dim()) if parameter.dim() else None
 
 
 def schedules() -> dict[str, st.SearchStrategy[Any]]:
@@ -28,6 +40,7 @@ def schedules() -> dict[str, st.SearchStrategy[Any]]:
         "forward_prefetch": st.integers(0, 3),
         "backward_prefetch": st.integers(0, 3),
         "collective_lowering": st.sampled_from(["packed", "grouped"]),
+        "shard_placement_fn": st.builds(Places, st.integers(0, 1)),
     }
 
 

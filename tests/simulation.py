@@ -28,22 +28,22 @@ _c10d = torch.ops._c10d_functional
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """What one flat shard holds: `slots` are (parameter, offset, shape)."""
+    """What one flat shard holds: `slots` are (parameter, offset, shape, the dimension on which it is sharded)."""
 
     stand_in: Tensor
     bucket: str
-    slots: Sequence[tuple[str, int, tuple[int, ...]]]
+    slots: Sequence[tuple[str, int, tuple[int, ...], int]]
     size: int
 
     def of_rank(self, values: dict[str, Tensor], index: int) -> Tensor:
-        """A rank's flat tensor of full ones by parameter: chunks of rows, zero padded."""
+        """A rank's flat tensor of full ones by parameter: chunks along a dimension, zero padded."""
         flat = torch.zeros_like(self.stand_in)
-        for name, offset, shape in self.slots:
-            rows = values[name].detach().reshape(shape or (1,))
+        for name, offset, shape, dim in self.slots:
+            part = values[name].detach().reshape(shape or (1,))
             if self.size > 1:
-                most = ops.shard_rows(shape, self.size)
-                rows = rows[index * most : (index + 1) * most]
-            flat[offset : offset + rows.numel()] = rows.reshape(-1)
+                most = ops.shard_rows(shape[dim:], self.size)
+                part = part.transpose(0, dim)[index * most : (index + 1) * most].transpose(0, dim)
+            flat[offset : offset + part.numel()] = part.reshape(-1)
         return flat
 
 
@@ -123,18 +123,19 @@ class Simulation:
         number = {id(value): index for index, value in enumerate(self.inputs)}
         key_of_name: dict[str, Any] = {name: number.get(id(value)) for name, value in model.named_parameters()}
         for shard in self.shards:
-            key_of_name |= {name: (shard.bucket, offset) for name, offset, _ in shard.slots}
+            key_of_name |= {name: (shard.bucket, offset) for name, offset, *_ in shard.slots}
         return {name: results_of.get(key, frozenset()) for name, key in key_of_name.items()}
 
 
 def _shards(reading: nn.Module) -> list[Sharded]:
-    found: dict[int, tuple[Tensor, str, int, dict[str, tuple[str, int, tuple[int, ...]]]]] = {}
+    found: dict[int, tuple[Tensor, str, int, dict[str, tuple[str, int, tuple[int, ...], int]]]] = {}
     for module in reading.modules():
         for read in vars(module).get("_fsdp_reads", {}).values():
             if isinstance(read, Read):
-                bucket, name, offset, shape, size, *_ = read.arguments
+                bucket, name, offset, rows, size, *_ = read.arguments
+                shape, dim, *_ = read.parts or (rows, 0)
                 entry = found.setdefault(id(read.shard.data), (read.shard.data, bucket, size, {}))
-                entry[3][name] = name, offset, tuple(shape)
+                entry[3][name] = name, offset, tuple(shape), dim
     return [Sharded(data, bucket, list(slots.values()), size) for data, bucket, size, slots in found.values()]
 
 

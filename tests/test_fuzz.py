@@ -163,7 +163,7 @@ def compare_gradients(model, simulation, found, reduced, index):
     for key, gradient in found:
         if id(key) in shard_of_key:
             shard = shard_of_key[id(key)]
-            names, expected = [name for name, _, _ in shard.slots], shard.of_rank(reduced, index)
+            names, expected = [name for name, *_ in shard.slots], shard.of_rank(reduced, index)
         elif id(key) in name_of_parameter:
             names = [name_of_parameter[id(key)]]
             expected = reduced[names[0]]

@@ -29,6 +29,7 @@ SHOWN_BY = {  # the test that fails if the option has no effect, or that shows t
     "auto_wrap_policy": "distributed/test_units.py::test_policies_that_name_the_blocks_give_the_same_graphs",
     "sharding_strategy": "distributed/test_strategies.py::test_shard_grad_op_gathers_each_unit_once",
     "reshard_after_forward": "test_rewrite.py::test_reshard_after_forward_says_what_is_kept",
+    "shard_placement_fn": "test_rewrite.py::test_parts_along_another_dimension_are_put_side_by_side",
     "mp_policy": "distributed/test_mixed_precision.py::test_gathers_move_half_the_bytes_and_losses_track_fp32",
     "offload_policy": "passes/test_overlap_copies.py::test_a_shard_is_copied_one_unit_ahead_of_its_gather",
     "backward_prefetch": "distributed/test_choices.py::test_each_choice_changes_the_schedule",
@@ -51,7 +52,6 @@ SHOWN_BY = {  # the test that fails if the option has no effect, or that shows t
     "world_size": "test_rewrite.py::test_only_the_shards_depend_on_the_world_size",
     # of fully_shard and FullyShardedDataParallel only
     "module": "distributed/test_compat.py::test_unsupported_arguments_raise_and_change_nothing",
-    "shard_placement_fn": "distributed/test_compat.py::test_unsupported_arguments_raise_and_change_nothing",
     "cpu_offload": "distributed/test_compat.py::test_fully_sharded_data_parallel_by_every_signature",
     "fsdp_auto_wrap_policy": "distributed/test_compat.py::test_fully_sharded_data_parallel_by_every_signature",
     "use_orig_params": "distributed/test_compat.py::test_fully_sharded_data_parallel_by_every_signature",

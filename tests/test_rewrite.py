@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
+from torch.distributed.tensor import Shard
 
 from fsdp_compile import CaptureError, ConfigError, rewrite
 from tests.models import build
@@ -191,6 +192,42 @@ backward(primals_3: f32[2,4], primals_4: f32[2,8], addmm: f32[2,8], tangents_1: 
         for lowered in (graphs.lowered.forward, graphs.lowered.backward):
             self.assertNotIn("_c10d_functional", lowered.code)
             self.assertNotIn("fsdp", lowered.code)
+
+    def test_parts_along_another_dimension_are_put_side_by_side(self):
+        graphs = graphs_of(nn.Linear(4, 6), shard_placement_fn=lambda parameter: Shard(-1))
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+forward(root: f32[16], primals_2: f32[2,4])
+  root.pending: f32[32] = fsdp.all_gather(root)
+  root.gathered: f32[32] = fsdp.wait(root.pending)
+  weight: f32[4,6] = fsdp.copy_out(root.gathered, 0)
+  view: f32[2,6,2] = view(weight, [2, 6, 2])
+  permute: f32[6,2,2] = permute(view, [1, 0, 2])
+  clone: f32[6,2,2] = clone(permute, memory_format=torch.contiguous_format)
+  fsdp.free(weight)
+  view_1: f32[6,4] = view(clone, [6, 4])
+  permute_1: f32[4,6] = permute(view_1, [1, 0])
+  bias: f32[6] = fsdp.copy_out(root.gathered, 12)
+  fsdp.free(root.gathered)
+  addmm: f32[2,6] = addmm(bias, primals_2, permute_1)
+  fsdp.free(bias)
+  return [addmm, primals_2]
+
+backward(primals_2: f32[2,4], tangents_1: f32[2,6])
+  permute_2: f32[6,2] = permute(tangents_1, [1, 0])
+  mm: f32[6,4] = mm(permute_2, primals_2)
+  sum_1: f32[1,6] = sum.dim_IntList(tangents_1, [0], True)
+  view_2: f32[6] = view(sum_1, [6])
+  view_3: f32[6,2,2] = view(mm, [6, 2, 2])
+  permute_5: f32[2,6,2] = permute(view_3, [1, 0, 2])
+  clone_1: f32[2,6,2] = clone(permute_5, memory_format=torch.contiguous_format)
+  view_4: f32[4,6] = view(clone_1, [4, 6])
+  root.packed: f32[32] = fsdp.pack([view_4, view_2], [0, 12])
+  root.grad.pending: f32[16] = fsdp.reduce_scatter(root.packed)
+  root.grad: f32[16] = fsdp.wait(root.grad.pending)
+  return [root.grad, None]""",
+        )
 
     def test_without_gradients_there_is_no_backward(self):
         for mode in (torch.no_grad, torch.inference_mode):
@@ -414,10 +451,11 @@ WRITES = {
 }
 
 
+@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_write_to_a_parameter_in_forward_is_refused_by_name(write):
+def test_a_write_to_a_parameter_in_forward_is_refused_by_name(write, dim):
     with pytest.raises(ConfigError, match=r"forward writes to the parameter linear\.weight"):
-        rewrite(Clamped(write), torch.randn(2, 4), world_size=2)
+        rewrite(Clamped(write), torch.randn(2, 4), world_size=2, shard_placement_fn=lambda parameter: Shard(-dim))
 
 
 class Scaled(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
 
 from ..api import fsdp_compile, shard
 from ..checks import listed
@@ -26,7 +27,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -36,17 +37,15 @@ def fully_shard(
 
     Apply it to blocks first and to the whole model last, as there; the whole then runs as one compiled program.
     `reshard_after_forward=None` leaves the unit that the forward uses last gathered for the backward, whichever it is.
+    `shard_placement_fn` may give any dimension, whether the ranks divide it or not.
 
     Args:
         module: or a list of modules, whose parameters become one unit of the model that holds them. Until that is
             sharded, they run in eager.
 
     Raises:
-        ConfigError: as `fsdp_compile`; for an empty list, or one of a module that is sharded already; and for
-            `shard_placement_fn`, which is not supported.
+        ConfigError: as `fsdp_compile`; and for an empty list, or one of a module that is sharded already.
     """
-    if shard_placement_fn is not None:
-        raise ConfigError("shard_placement_fn is not supported: parameters are sharded on dim 0")
     CompileConfig(backend)  # of a list, nothing is compiled by itself
     ignored = [] if ignored_params is None else listed("ignored_params", ignored_params, "parameters")
     whole: nn.Module = module if isinstance(module, nn.Module) else nn.ModuleList(_outermost(module))
@@ -59,6 +58,7 @@ def fully_shard(
         mesh,
         auto_wrap_policy=[whole],
         reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy if mp_policy is None or not is_list else dict.fromkeys(["", *members], mp_policy),
         offload_policy=offload_policy,
         ignored_params=[item for item in ignored if not isinstance(item, nn.Parameter) or item in held],

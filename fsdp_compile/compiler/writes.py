@@ -10,6 +10,7 @@ import torch.fx
 
 from ..errors import ConfigError
 from ..passes import analysis, ops
+from ..runtime.assembly import ASSEMBLE
 from ..runtime.gradients import shard_of
 
 _VIEWS = {"__getitem__", "detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "t"}
@@ -46,5 +47,5 @@ def refuse_writes(graph: torch.fx.Graph, sharded: Mapping[torch.fx.Node, str]) -
                     "write to parameters outside of forward, or in a function that is not compiled "
                     "(torch.compiler.disable), without gradients, to what model.parameters() lists"
                 )
-            if name in _VIEWS or node.target is operator.getitem:
+            if name in _VIEWS or node.target in (operator.getitem, ASSEMBLE):
                 parameter_of_value[node] = parameter_of_value[first]

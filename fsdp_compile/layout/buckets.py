@@ -39,11 +39,22 @@ class Axes:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in a shard, in elements."""
+    """The place of one parameter in a shard, in elements.
+
+    Attributes:
+        shape: of the full parameter.
+        dim: which of its dimensions the ranks share.
+    """
 
     parameter: str
     offset: int
     shape: tuple[int, ...]
+    dim: int = 0
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The shape with the shared dimension in front: what is sent, padded and counted by its rows."""
+        return (*self.shape[self.dim : self.dim + 1], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +96,7 @@ class Layout:
             self.bucket,
             slot.parameter,
             slot.offset,
-            slot.shape,
+            slot.rows,
             self.shards.size,
             self.shards.group,
             self.param_dtype,
@@ -96,6 +107,10 @@ class Layout:
             self.reduction.divisor,
             self.reduce_dtype,
         )
+
+    def assemble_arguments(self, slot: Slot) -> tuple[Any, ...] | None:
+        """The arguments of `fsdp::assemble` after what `fsdp::unshard` returns; None if that is the parameter."""
+        return (slot.shape, slot.dim, self.shards.size) if slot.dim else None
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -117,12 +132,14 @@ class Placement:
     Attributes:
         policy_of_parameter: the precision policy of each parameter, by name; without one it keeps its dtype.
         offload_from: the device of the forward, if the shards are to live on the CPU.
+        dim_of_parameter: on which dimension each parameter is sharded, by name; without one on the first.
     """
 
     axes: Axes
     reduction: GradientReduction
     policy_of_parameter: Mapping[str, MixedPrecisionPolicy] = dataclasses.field(default_factory=dict)
     offload_from: torch.device | None = None
+    dim_of_parameter: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +199,9 @@ def _layout(bucket: str, key: _Key, parameters: list[tuple[str, nn.Parameter]], 
     slots = []
     numel = 0
     for name, parameter in parameters:
-        slots.append(Slot(name, numel, tuple(parameter.shape)))
-        numel += room(parameter.shape, shards.size, dtypes)
+        dim = placement.dim_of_parameter.get(name, 0) if shards.size > 1 else 0  # what is whole has no parts
+        slots.append(Slot(name, numel, tuple(parameter.shape), dim))
+        numel += room(slots[-1].rows, shards.size, dtypes)
     is_offloaded = placement.offload_from is not None
     return Layout(
         bucket,

@@ -26,6 +26,7 @@ class Decision:
         parameters: those to shard, by name.
         schedule: that of the options, and the hardware at hand if that is to be planned for.
         mesh: of the ranks, once it is known; None for a single one.
+        dim_of_parameter: on which dimension each parameter is sharded, by name; without one on the first.
     """
 
     options: Options
@@ -34,6 +35,7 @@ class Decision:
     precision: Precision
     schedule: ScheduleConfig
     mesh: DeviceMesh | None = None
+    dim_of_parameter: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def with_shards(self, num_shards: int) -> dict[str, Reshard]:
         """Whether each unit reshards after the forward, sharded over so many ranks; as `ScheduleConfig` has it."""
@@ -121,5 +123,7 @@ def statement_of_decision(decision: Decision) -> list[Line]:
                 "trained" if parameter.requires_grad else "frozen",
             ]
             parts += [] if policy is None else [str(policy)]
+            dim = decision.dim_of_parameter.get(name, 0)
+            parts += [f"sharded on dimension {dim}"] if dim else []
             lines.append(Line(f"parameter {name} of the unit {unit.name}: {', '.join(parts)}"))
     return lines

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from ..layout.buckets import Layout
+from ..layout.buckets import Slot
 from ..passes import ops
+from ..runtime.assembly import ASSEMBLE
 from ..runtime.collectives import gather_chunk, running_alone
 from ..runtime.flat_shard import FlatShard
-from ..runtime.views import laid_out_as, local_tensor, local_views, rows_of_rank
+from ..runtime.views import laid_out_as, local_tensor, local_views, part_of_rank
 from .sharding import Sharding, sharding_of
 
 
@@ -42,36 +42,38 @@ class SummonOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Full:
-    """A full parameter, and the one whose place it takes; layout and mesh of the latter, if it is sharded."""
+    """A full parameter, and the one whose place it takes; shard and slot of the latter, if it is sharded."""
 
     name: str
     parameter: nn.Parameter
     full: nn.Parameter
-    layout: Layout | None = None
-    mesh: DeviceMesh | None = None
+    shard: FlatShard | None = None
+    slot: Slot | None = None
 
     def write_back(self, *, with_grads: bool) -> None:
-        """Copy this rank's rows of the full parameter, and of its gradient, to where they came from."""
+        """Copy this rank's part of the full parameter, and of its gradient, to where they came from."""
         if self.full.shape != self.parameter.shape:
             raise RuntimeError(
                 f"{self.name} has shape {tuple(self.full.shape)} at the end of summon_full_params, "
                 f"and had {tuple(self.parameter.shape)}: it was not written back"
             )
-        _local(self.parameter).copy_(self._rows(self.full.detach()))
+        _local(self.parameter).copy_(self._part(self.full.detach()))
         if not with_grads:
             return
         gradient = self.full.grad
         if gradient is None:
             self.parameter.grad = None
         elif self.parameter.grad is not None:
-            _local(self.parameter.grad).copy_(self._rows(gradient))
+            _local(self.parameter.grad).copy_(self._part(gradient))
         else:
             local = _local(self.parameter)
-            rows = torch.empty_like(local).copy_(self._rows(gradient))
-            self.parameter.grad = laid_out_as(self.parameter, rows)
+            part = torch.empty_like(local).copy_(self._part(gradient))
+            self.parameter.grad = laid_out_as(self.parameter, part)
 
-    def _rows(self, full: torch.Tensor) -> torch.Tensor:
-        return full if self.layout is None or self.mesh is None else rows_of_rank(full, self.layout, self.mesh)
+    def _part(self, full: torch.Tensor) -> torch.Tensor:
+        if self.shard is None or self.slot is None:
+            return full
+        return part_of_rank(full, self.slot.dim, self.shard.layout, self.shard.mesh)
 
 
 @contextmanager
@@ -144,7 +146,7 @@ def _gather_bucket(shard: FlatShard, options: SummonOptions) -> list[Full]:
     for index, (slot, parameter) in enumerate(zip(shard.layout.slots, shard.parameters, strict=True)):
         gradient = None if gradients is None or parameter.grad is None else gradients[index]
         full = _parameter(values[index], gradient, parameter, options)
-        fulls.append(Full(slot.parameter, parameter, full, shard.layout, shard.mesh))
+        fulls.append(Full(slot.parameter, parameter, full, shard, slot))
     return fulls
 
 
@@ -169,12 +171,13 @@ def _gather(shard: FlatShard, flat: torch.Tensor) -> list[torch.Tensor]:
     gathered = gathered.view(num_ranks, -1)
     full = []
     for slot in layout.slots:
-        chunks = gathered[:, slot.offset : slot.offset + ops.shard_numel(slot.shape, num_ranks)]
+        chunks = gathered[:, slot.offset : slot.offset + ops.shard_numel(slot.rows, num_ranks)]
         if not slot.shape:
             full.append(chunks.reshape(()))
             continue
-        rows = num_ranks * ops.shard_rows(slot.shape, num_ranks)
-        full.append(chunks.reshape(rows, *slot.shape[1:])[: slot.shape[0]])
+        num_rows, *inner = slot.rows
+        rows = chunks.reshape(num_ranks * ops.shard_rows(slot.rows, num_ranks), *inner)[:num_rows]
+        full.append(ASSEMBLE(rows, slot.shape, slot.dim, num_ranks) if slot.dim else rows)
     return full
 
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..runtime.rows import as_laid_out
-from ..runtime.views import laid_out_as, rows_of_rank
+from ..runtime.views import laid_out_as, part_of_rank
 
 
 def shard_state(module: nn.Module, state: MutableMapping[str, Any], prefix: str) -> None:
@@ -35,5 +35,7 @@ def shard_state(module: nn.Module, state: MutableMapping[str, Any], prefix: str)
 def _sharded(full: torch.Tensor, parameter: DTensor, shard: Any) -> torch.Tensor:
     if full.shape != parameter.shape:
         return full  # load_state_dict says so
-    rows = rows_of_rank(full.detach(), shard.layout, shard.mesh)
-    return laid_out_as(parameter, rows.clone(memory_format=torch.contiguous_format))
+    placement: Any = parameter.placements[-1]
+    dim = placement.dim if placement.is_shard() else 0
+    part = part_of_rank(full.detach(), dim, shard.layout, shard.mesh)
+    return laid_out_as(parameter, part.clone(memory_format=torch.contiguous_format))

@@ -148,7 +148,7 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout], of_meta: str | tor
         data = nn.Parameter(torch.empty(layout.numel, dtype=layout.dtype, device=device), layout.requires_grad)
         shard = StandIn(data)
         for slot in layout.slots:
-            read = Read(shard, layout.unshard_arguments(slot), is_frozen=not layout.requires_grad)
+            read = Read.of(shard, layout, slot, is_frozen=not layout.requires_grad)
             read_of_parameter[parameter_of_name[slot.parameter]] = read
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():

@@ -101,7 +101,7 @@ def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, 
         shard = FlatShard.create(layout, tensors, first_owners, mesh, pin_memory=is_pinned)
         sharding.shards.append(shard)
         for index, (slot, original) in enumerate(zip(layout.slots, originals, strict=True)):
-            read = Read(shard, layout.unshard_arguments(slot), is_frozen=not layout.requires_grad)
+            read = Read.of(shard, layout, slot, is_frozen=not layout.requires_grad)
             shard.reads.append(read)
             read_of_parameter[original], sharded_of_original[original] = read, shard.parameters[index]
     install_reads(model, read_of_parameter, sharding.running)
@@ -119,6 +119,7 @@ def _layouts(decision: Decision, mesh: DeviceMesh) -> list[Layout]:
         decision.options.reduction,
         decision.precision.policy_of_parameter,
         decision.compute_device if decision.options.offload.is_on else None,
+        decision.dim_of_parameter,
     )
     return lay_out(decision.units, placement)
 

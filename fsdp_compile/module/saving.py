@@ -195,7 +195,7 @@ def _reads(modules: list[nn.Module], shards: list[FlatShard]) -> dict[nn.Paramet
             if parameter not in owners:
                 raise ConfigError(f"{slot.parameter} was not saved: the model's class decides itself what is pickled")
             shard.owners.append(owners[parameter][0])
-            read = Read(shard, shard.layout.unshard_arguments(slot), is_frozen=not parameter.requires_grad)
+            read = Read.of(shard, shard.layout, slot, is_frozen=not parameter.requires_grad)
             shard.reads.append(read)
             reads[parameter] = read
     return reads

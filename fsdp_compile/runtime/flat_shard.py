@@ -18,7 +18,7 @@ from .accumulation import Accumulation
 from .agreement import Agreement, agreement_of
 from .optimizers import install_hooks
 from .reads import Read
-from .views import local_tensor, local_views, rows_of_rank, shard_placements, sharded_tensor
+from .views import local_tensor, local_views, part_of_rank, shard_placements, sharded_tensor
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -94,8 +94,9 @@ class FlatShard:
     ) -> FlatShard:
         """Shard `originals`, one full tensor for each slot."""
         flat = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device, pin_memory=pin_memory)
-        for view, original in zip(local_views(flat, layout, mesh), originals, strict=True):
-            view.copy_(rows_of_rank(original, layout, mesh))
+        views = local_views(flat, layout, mesh)
+        for slot, view, original in zip(layout.slots, views, originals, strict=True):
+            view.copy_(part_of_rank(original, slot.dim, layout, mesh))
         return cls.around(flat, layout, owners, mesh)
 
     @classmethod
@@ -106,7 +107,7 @@ class FlatShard:
         install_hooks()
         parameters = []
         for slot, local in zip(layout.slots, local_views(flat, layout, mesh), strict=True):
-            sharded = sharded_tensor(local, mesh, shard_placements(mesh, layout), slot.shape)
+            sharded = sharded_tensor(local, mesh, shard_placements(mesh, layout, slot), slot.shape)
             parameters.append(nn.Parameter(sharded, requires_grad=layout.requires_grad))
         shard = cls(layout, mesh, parameters, owners)
         shard._hold(flat)

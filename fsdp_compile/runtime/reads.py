@@ -8,14 +8,26 @@ from typing import Any, Protocol
 import torch
 import torch.nn as nn
 
+from ..layout.buckets import Layout, Slot
+from .assembly import ASSEMBLE
+
 
 @dataclasses.dataclass
 class Read:
-    """What `fsdp::unshard` takes: the shard, and the constants that say what to take out of it."""
+    """What `fsdp::unshard` takes: the shard, and the constants that say what to take out of it.
+
+    Attributes:
+        parts: of a parameter that is not sharded on its first dimension, what `fsdp::assemble` takes besides.
+    """
 
     shard: Readable
     arguments: tuple[Any, ...]
     is_frozen: bool
+    parts: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, shard: Readable, layout: Layout, slot: Slot, *, is_frozen: bool) -> Read:
+        return cls(shard, layout.unshard_arguments(slot), is_frozen, layout.assemble_arguments(slot))
 
     def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
         if not self.shard.key:  # Dynamo guards on it: a graph knows the shards that it was compiled for
@@ -24,7 +36,7 @@ class Read:
         full: torch.Tensor = torch.ops.fsdp.unshard.default(
             self.shard.data, self.shard.accumulated, gradient, *self.arguments
         )
-        return full
+        return full if self.parts is None else ASSEMBLE(full, *self.parts)
 
 
 @dataclasses.dataclass

@@ -14,9 +14,9 @@ from ..layout.buckets import Layout, Slot
 from ..passes import ops
 
 
-def shard_placements(mesh: DeviceMesh, layout: Layout) -> list[Placement]:
-    """Shard(0) over the last mesh axis; replicated over the first of two, and everywhere for 0-d parameters."""
-    last: Placement = Replicate() if layout.shards.size == 1 else Shard(0)
+def shard_placements(mesh: DeviceMesh, layout: Layout, slot: Slot) -> list[Placement]:
+    """Shard over the last mesh axis; replicated over the first of two, and everywhere for 0-d parameters."""
+    last: Placement = Replicate() if layout.shards.size == 1 else Shard(slot.dim)
     return [*[Replicate() for _ in range(mesh.ndim - 1)], last]
 
 
@@ -60,25 +60,30 @@ def without_offset(tensor: DTensor) -> DTensor:
 
 
 def local_views(flat: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> list[torch.Tensor]:
-    """The rows of each parameter that belong to this rank, as views into a tensor laid out as the shard."""
+    """The part of each parameter that belongs to this rank, as views into a tensor laid out as the shard."""
     size, rank = layout.shards.size, shard_rank(layout, mesh)
-    return [_rows(flat, slot, size, rank) for slot in layout.slots]
+    return [_part(flat, slot, size, rank) for slot in layout.slots]
 
 
-def _rows(flat: torch.Tensor, slot: Slot, size: int, rank: int) -> torch.Tensor:
-    if size == 1:
-        return flat.narrow(0, slot.offset, math.prod(slot.shape)).view(slot.shape)
-    rows, inner = ops.shard_rows(slot.shape, size), slot.shape[1:]
-    num_local = max(0, min(rows, slot.shape[0] - rank * rows))
-    return flat.narrow(0, slot.offset, num_local * math.prod(inner)).view(num_local, *inner)
+def _part(flat: torch.Tensor, slot: Slot, size: int, rank: int) -> torch.Tensor:
+    shape = list(slot.shape)
+    if size > 1:
+        _, shape[slot.dim] = _section(slot.shape[slot.dim], size, rank)
+    return flat.narrow(0, slot.offset, math.prod(shape)).view(shape)
 
 
-def rows_of_rank(full: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
-    """The rows of a full tensor that belong to this rank, as a view."""
+def _section(length: int, size: int, rank: int) -> tuple[int, int]:
+    """Where the part of a rank begins along a dimension of this length, and how long it is."""
+    most = ops.shard_rows([length], size)
+    begin = min(rank * most, length)
+    return begin, min(most, length - begin)
+
+
+def part_of_rank(full: torch.Tensor, dim: int, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """The part of a full tensor, sharded on `dim`, that belongs to this rank, as a view."""
     if layout.shards.size == 1:
         return full
-    rows = ops.shard_rows(full.shape, layout.shards.size)
-    return full[shard_rank(layout, mesh) * rows :][:rows]
+    return full.narrow(dim, *_section(full.shape[dim], layout.shards.size, shard_rank(layout, mesh)))
 
 
 def shard_rank(layout: Layout, mesh: DeviceMesh) -> int:

@@ -318,7 +318,7 @@ def test_unsupported_arguments_raise_and_change_nothing(world_size, options, wor
     with pytest.raises(TypeError):
         wrapped(model, unknown_option=1)
     with pytest.raises(ConfigError, match="shard_placement_fn"):
-        fully_shard(model, shard_placement_fn=lambda parameter: None)
+        fully_shard(model, shard_placement_fn=lambda parameter: "dim 0")
     with pytest.raises(ConfigError, match="recurse=False"):
         FSDP.summon_full_params(model, recurse=False)
     with pytest.raises(ConfigError, match="takes the model that was sharded, and a OddMlp was given"):
