@@ -4,8 +4,10 @@ Both shard and compile through `fsdp_compile`, so they can be applied from the b
 becomes a part of the program of what is wrapped around it.
 """
 
+from torch.distributed.fsdp import FSDPModule
+
 from ..module.sharded_module import register_fsdp_forward_method
-from .fully_shard import FSDPModule, fully_shard
+from .fully_shard import fully_shard
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["FSDPModule", "FullyShardedDataParallel", "fully_shard", "register_fsdp_forward_method"]

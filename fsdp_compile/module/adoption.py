@@ -101,7 +101,10 @@ def _take_over(inner: Sharding, parts: Mapping[str, nn.Module], sharding: Shardi
         for module in part.modules():
             if vars(module).get("_fsdp_running") is inner.running:
                 vars(module)["_fsdp_running"] = sharding.running
+            if vars(module).get("_fsdp_part_of") is inner:
+                vars(module)["_fsdp_part_of"] = sharding
         del vars(part)["_fsdp_sharding"]
+        vars(part)["_fsdp_part_of"] = sharding
         stop_being_root(part)
         vars(part).pop("_compiled_call_impl", None)
 

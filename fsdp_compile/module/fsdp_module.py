@@ -13,15 +13,15 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from ..checks import check_bool
 from ..errors import ConfigError
 from ..layout.options import GradientReduction
 from ..runtime.flat_shard import FlatShard
 from .reading import generated_subclass, original_class
-from .sharding import Sharding, sharding_around
-from .unsharding import Unsharding, reshard_all
+from .sharding import sharding_around
+from .unsharding import Unsharded, unshard
 
 
 def become_fsdp_module(module: nn.Module) -> None:
@@ -49,21 +49,22 @@ def _shards(module: nn.Module, recurse: bool) -> list[FlatShard]:
 
 
 @dataclasses.dataclass(frozen=True)
-class UnshardHandle:
+class Handle(UnshardHandle):
     """What `unshard(async_op=True)` returns."""
 
-    unsharding: Unsharding
+    parts: tuple[Unsharded, ...]
 
     def wait(self) -> None:
         """Wait for the gathers, and put the full parameters in their places."""
-        self.unsharding.wait()
+        for part in self.parts:
+            part.wait()
 
 
-class ShardedUnit(FSDPModule):
+class ShardedUnit(FSDPModule, nn.Module):
     """Mixed into the class of every module that was sharded by a call of its own; torch's class, for isinstance."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Without arguments an empty one, as copies are made; with some, of the user's class: a slice of a container."""
+        """Without arguments an empty one, for copies; with some, one of the user's class: a slice of a container."""
         return original_class(cls)(*args, **kwargs) if args or kwargs else object.__new__(cls)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -81,15 +82,24 @@ class ShardedUnit(FSDPModule):
             RuntimeError: in a forward or backward, or inside summon_full_params.
         """
         check_bool("async_op", async_op)
-        unsharding = Unsharding.start(self._module, own_shards(self._module), sharding_around(self._module))
+        sharding = sharding_around(self)
+        sharding.refuse_if_summoned("unshard")
+        if sharding.running:
+            raise RuntimeError("unshard was called in a forward or a backward: the schedule gathers there")
+        shards = own_shards(self)
+        for shard in shards:
+            if shard.unsharded is None:
+                shard.check_views()
+        handle = Handle(tuple(unshard(self, shards)))
         if async_op:
-            return UnshardHandle(unsharding)
-        unsharding.wait()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:
         """Free what `unshard` gathered of this module's own parameters: the sharded ones are back in their places."""
-        reshard_all(sharding_around(self._module), own_shards(self._module))
+        for shard in own_shards(self):
+            shard.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the backwards of the next forwards reduce gradients; if not, they keep them, full, on every rank.
@@ -102,9 +112,9 @@ class ShardedUnit(FSDPModule):
             recurse: whether it is said of the units below, too.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
-        for shard in _shards(self._module, recurse):
+        for shard in _shards(self, recurse):
             shard.keeps_gradients = not requires_gradient_sync
-            shard.keeps_for_all_reduce = not requires_gradient_sync
+            shard.keeps_for_replicas = not requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards end with the reduction over the replicas of a mesh of two dimensions.
@@ -114,8 +124,8 @@ class ShardedUnit(FSDPModule):
         and nothing changes.
         """
         check_bool("requires_all_reduce", requires_all_reduce)
-        for shard in _shards(self._module, recurse):
-            shard.keeps_for_all_reduce = not requires_all_reduce
+        for shard in _shards(self, recurse):
+            shard.keeps_for_replicas = not requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """FSDP2's, which lets backwards end before their reductions. Here each ends with its own, by either value."""
@@ -130,7 +140,7 @@ class ShardedUnit(FSDPModule):
             ConfigError: it is no bool.
         """
         check_bool("reshard_after_forward", reshard_after_forward)
-        sharding_around(self._module).reshard_by(_shards(self._module, recurse), reshard_after_forward)
+        sharding_around(self).reshard_by(_shards(self, recurse), reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """FSDP2's, which with False trades memory for a gather in the next forward.
@@ -141,7 +151,11 @@ class ShardedUnit(FSDPModule):
         check_bool("reshard_after_backward", reshard_after_backward)
         check_bool("recurse", recurse)
         if not reshard_after_backward:
-            _say_once("set_reshard_after_backward(False): a compiled backward frees what it gathered; the next forward gathers")
+            warnings.warn(
+                "set_reshard_after_backward(False): a compiled backward frees what it gathered, and the next forward "
+                "gathers again",
+                stacklevel=2,
+            )
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """FSDP2's, which says with False that the backward does not read the module's parameters.
@@ -151,15 +165,15 @@ class ShardedUnit(FSDPModule):
         """
         check_bool("unshard_in_backward", unshard_in_backward)
 
-    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Refused: the schedule decides when gathers start. `forward_prefetch=` counts units, `hardware=` plans."""
         self._refuse_prefetch("forward", modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Refused: the schedule decides when gathers start. `backward_prefetch=` counts units, `hardware=` plans."""
         self._refuse_prefetch("backward", modules)
 
-    def _refuse_prefetch(self, side: str, modules: Iterable[nn.Module]) -> None:
+    def _refuse_prefetch(self, side: str, modules: Iterable[object]) -> None:
         modules = list(modules)
         for each in modules:
             if not isinstance(each, FSDPModule):
@@ -176,8 +190,14 @@ class ShardedUnit(FSDPModule):
 
         Raises:
             ConfigError: `factor` is no positive number; nothing has changed.
+            RuntimeError: there is a single rank, and this is not the outermost sharded module.
         """
-        sharding_around(self._module).reduce_by(GradientReduction.divided_by(factor), self._own())
+        reduction, sharding = GradientReduction.divided_by(factor), sharding_around(self)
+        if sharding.mesh is None:
+            _check_outermost(self, "set_gradient_divide_factor")
+            sharding.divisor = reduction.divisor
+        for shard in own_shards(self):
+            shard.reduce_by(reduction)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -190,11 +210,16 @@ class ShardedUnit(FSDPModule):
         divisor was set.
         """
         check_bool("enable", enable)
-        sharding_around(self._module).force_sums(own_shards(self._module), enable)
+        for shard in own_shards(self):
+            reduction, num_ranks = shard.layout.reduction, float(shard.mesh.size())
+            if enable and reduction.operator == "avg":
+                shard.reduce_by(GradientReduction("sum", num_ranks))
+            elif not enable and reduction == GradientReduction("sum", num_ranks):
+                shard.reduce_by(GradientReduction())
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """An event that the gathers of the next call wait for, besides the work that the current stream has."""
-        sharding_around(self._module).post_optim_event = event
+        sharding_around(self).post_optim_event = event
 
     def reset_iter_state(self) -> None:
         """Forget what a forward or backward left that ended in an exception: gradients that `no_sync` kept, too.
@@ -202,9 +227,8 @@ class ShardedUnit(FSDPModule):
         Raises:
             RuntimeError: the module is a part of a model that was sharded after it.
         """
-        if "_fsdp_sharding" not in vars(self._module):
-            raise RuntimeError("reset_iter_state is for the outermost module that fully_shard was applied to")
-        sharding_around(self._module).forget_step()
+        _check_outermost(self, "reset_iter_state")
+        sharding_around(self).forget_step()
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Refused with True: ranks may leave out outputs in their losses, but forwards have to read the same."""
@@ -225,13 +249,15 @@ class ShardedUnit(FSDPModule):
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
         """Refused: collectives are nodes of the graph."""
-        _refuse("set_custom_reduce_scatter", "collectives are nodes of the graph: collective_lowering= says in which form")
+        _refuse(
+            "set_custom_reduce_scatter", "collectives are nodes of the graph: collective_lowering= says in which form"
+        )
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
         """Refused: a hook of a parameter gets its reduced gradient."""
         _refuse("set_all_reduce_hook", "parameter.register_hook gets the reduced gradient of a parameter, a DTensor")
 
-    def set_separate_reduce_scatter_group(self, enable: bool) -> None:
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Refused with True: reductions run in the order of the schedule, in the group of the mesh."""
         check_bool("enable", enable)
         if enable:
@@ -254,30 +280,19 @@ class ShardedUnit(FSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """What `.to`, `.half` and `.cuda` do is for sharded parameters."""
         self.reshard()
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        return super()._apply(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """As of any module; what was unsharded at or below it is resharded before."""
-        reshard_all(sharding_around(self._module), _shards(self._module, recurse=True))
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc,no-any-return]
+        for shard in _shards(self, recurse=True):
+            shard.reshard()
+        return super().state_dict(*args, **kwargs)
 
-    @property
-    def _module(self) -> nn.Module:
-        return self  # type: ignore[return-value]  # it is mixed into modules
 
-    def _own(self) -> list[FlatShard] | None:
-        """The module's own shards; None for all of a model that is sharded as one."""
-        return own_shards(self._module)
+def _check_outermost(module: nn.Module, what: str) -> None:
+    if "_fsdp_sharding" not in vars(module):
+        raise RuntimeError(f"{what} of a {type(module).__name__}: call that of the outermost sharded module")
 
 
 def _refuse(what: str, instead: str) -> NoReturn:
     raise ConfigError(f"{what} is not supported: {instead}")
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        warnings.warn(text, stacklevel=3)

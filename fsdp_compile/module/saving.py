@@ -39,6 +39,7 @@ _MADE_ANEW = {
     "looked",
     "watched",
     "is_summoned",
+    "post_optim_event",
 }  # not saved of a Sharding
 _INSTEAD = (
     "a file of torch.save(model) is for the rank and the number of ranks that it was saved on; "

@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,12 +16,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from ..checks import check_bool
 from ..costs import Explanation, Hardware, explain
 from ..costs.explain import hardware_is_missing
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
-from ..layout.options import GradientReduction
 from ..report import Comparison, Schedule, measured_schedule, page
 from ..runtime.clipping import clip_gradients
 from ..runtime.compilations import Compilations
@@ -29,6 +27,7 @@ from ..runtime.modules import not_captured
 from ..runtime.recomputation import checkpoint_in_forward
 from ..runtime.views import without_offset
 from . import saving
+from .fsdp_module import become_fsdp_module
 from .full_parameters import SummonOptions, summon
 from .loading import shard_state
 from .reading import generated_subclass, is_reading
@@ -37,6 +36,7 @@ from .sharding import Sharding, note_sharding, sharding_of
 
 def become_sharded(model: nn.Module) -> None:
     """Give a model whose parameters are sharded its new class."""
+    become_fsdp_module(model)
     gained = {
         name: value
         for name, value in vars(ShardedMethods).items()
@@ -136,6 +136,7 @@ class ShardedModule:
         """Another model, sharded and compiled like this one, with shards of its own; process groups are shared."""
         sharding = sharding_of(self)  # type: ignore[arg-type]
         sharding.refuse_if_summoned("copy.deepcopy of the model")
+        sharding.check()
         self._refuse_if_together("copy")
         memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): [], id(sharding.compilations): Compilations()}
         memo |= {id(sharding.watched): set(), id(sharding.looked): weakref.WeakKeyDictionary()}
@@ -245,43 +246,9 @@ class ShardedMethods(nn.Module):
             Path(schedule).write_text(planned[-1].to_json())
         return explanation if compared is None else dataclasses.replace(explanation, comparison=str(compared))
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Forwards inside keep the gradients of their backwards for a later one: see `set_requires_gradient_sync`."""
-        sharding = sharding_of(self)
-        before, sharding.keeps_gradients = sharding.keeps_gradients, True
-        try:
-            yield
-        finally:
-            sharding.keeps_gradients = before
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether the backwards of the next forwards reduce gradients; if not, they keep them, full, on every rank.
-
-        The first backward that reduces again reduces what was kept, together with its own gradients. Until then `.grad`
-        of the parameters does not change, and `optimizer.zero_grad()` does not reach what is kept; `model.zero_grad()`
-        does. With a single rank there is nothing to reduce.
-        """
-        check_bool("requires_gradient_sync", requires_gradient_sync)
-        sharding_of(self).keeps_gradients = not requires_gradient_sync
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """FSDP2's, which says with False that the backward does not read the module's parameters.
-
-        Here the graph of the backward says it: what it does not read, as the weight of an embedding, is not gathered
-        for it, and what it reads is. Either value leads to the same graphs.
-        """
-        check_bool("unshard_in_backward", unshard_in_backward)
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """From the next forward on, gradients are sums over the ranks divided by `factor`, as by `gradient_reduction`.
-
-        The next call compiles anew, if the number is another.
-
-        Raises:
-            ConfigError: `factor` is no positive number; nothing has changed.
-        """
-        sharding_of(self).reduce_by(GradientReduction.divided_by(factor))
+        return sharding_of(self).keeping_gradients()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

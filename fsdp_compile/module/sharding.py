@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,14 +17,13 @@ from ..compiler.capture import activations_are_free
 from ..compiler.options import CompileConfig
 from ..compiler.statements import statement_of_program
 from ..graphs import RewrittenGraphs
-from ..layout.options import GradientReduction
-from ..passes import metadata
+from ..passes import metadata, ops
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..planning.options import ScheduleConfig
 from ..planning.step_plans import Goal, Leeway, Planner
 from ..runtime.compilations import Compilations
-from ..runtime.flat_shard import Shards
+from ..runtime.flat_shard import FlatShard, Shards
 from ..runtime.gradients import reduce_leftovers, watch_whole
 from ..runtime.groups import is_nccl, num_shards_of
 from ..runtime.registrations import registrations
@@ -54,7 +54,6 @@ class Sharding(Shards):
     Attributes:
         together: the modules that were sharded as one unit, by a list; empty for a model.
         parts: for every number of ranks that a unit is resharded over after the forward, this rank's place among them.
-        keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
         plans: what was planned, by program; see `step_plans.Planner`.
         has_raised: whether the last call has.
         compilations: graph breaks and recompilations, if it was compiled by `fsdp_compile`.
@@ -63,6 +62,7 @@ class Sharding(Shards):
         left: places of parameters that were left as they are.
         looked: how much was registered on modules when one was last called, and looked through for new parameters.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
+        post_optim_event: what the gathers of the next call wait for besides, once.
         optimizer_state: what `compat.FullyShardedDataParallel.optim_state_dict` gives.
     """
 
@@ -71,7 +71,6 @@ class Sharding(Shards):
     together: tuple[nn.Module, ...] = ()
     parts: dict[int, metadata.Part] = dataclasses.field(default_factory=dict)
     running: Running = dataclasses.field(default_factory=Running)
-    keeps_gradients: bool = False
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
     plans: dict[str, StepPlan | None] = dataclasses.field(default_factory=dict)
     has_raised: bool = False
@@ -81,6 +80,7 @@ class Sharding(Shards):
     left: set[Owner] = dataclasses.field(default_factory=set)
     looked: Looked = dataclasses.field(default_factory=lambda: Looked())
     is_summoned: bool = False
+    post_optim_event: torch.Event | None = None
     optimizer_state: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
 
     def __post_init__(self) -> None:
@@ -137,11 +137,42 @@ class Sharding(Shards):
             refuse(newcomers(module, self.left), f"the {type(module).__name__}")
         self.looked[module] = registrations().count
 
-    def reduce_by(self, reduction: GradientReduction) -> None:
-        """From the next forward on, gradients are reduced so."""
-        self.divisor = reduction.divisor
+    @contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Forwards inside keep the gradients of their backwards."""
+        before = [(shard, shard.keeps_gradients) for shard in self.shards]
         for shard in self.shards:
-            shard.change_layout(dataclasses.replace(shard.layout, reduction=reduction))
+            shard.keeps_gradients = True
+        try:
+            yield
+        finally:
+            for shard, keeps in before:
+                shard.keeps_gradients = keeps
+
+    def reshard_by(self, shards: Iterable[FlatShard], reshards: bool) -> None:
+        """From the next call on, units of these shards are resharded after the forward, or not.
+
+        Their keys change, and with them what Dynamo guards on: graphs of before are found again if it changes back.
+        """
+        before = self.schedule.reshard_of_unit(self.units, num_shards_of(self.mesh))
+        shards = list(shards)
+        after = before | {ops.unit_of_bucket(shard.layout.bucket): reshards for shard in shards}
+        if after == before:
+            return
+        self.schedule = dataclasses.replace(self.schedule, reshard_after_forward=after)
+        self.plans.clear()
+        for shard in shards:
+            shard.key = f"{shard.key.partition('/')[0]}/{'freed' if reshards else 'kept'}"
+
+    def forget_step(self) -> None:
+        """Forget what a forward or backward left that ended in an exception, with the gradients that were kept."""
+        self.is_finishing = self.is_checking = False
+        self.come_back()
+        for shard in self.shards:
+            shard.reshard()
+            shard.received.clear()
+            if shard.accumulation is not None:
+                shard.accumulation.clear()
 
     def check(self) -> None:
         """Between steps: parameters that were moved are views of their shards again."""
@@ -156,12 +187,15 @@ class Sharding(Shards):
         if torch.is_grad_enabled() and not (self.graphs and self.looked.get(module) == registrations().count):
             self.refuse_newcomers(module)
         self.is_finishing = self.is_checking = False
+        if self.post_optim_event is not None:
+            event, self.post_optim_event = self.post_optim_event, None
+            event.wait()
         self.check()
         watch_whole(self)
         for shard in self.shards:
-            shard.prepare(keeps_gradients=self.keeps_gradients)
+            shard.prepare()
         is_frozen = not any(shard.data.requires_grad for shard in self.shards)
-        if is_frozen and torch.is_grad_enabled() and not self.keeps_gradients:
+        if is_frozen and torch.is_grad_enabled() and not any(shard.is_keeping for shard in self.shards):
             reduce_leftovers(self)  # no gradient of this step will be a reason to
 
 
@@ -207,6 +241,12 @@ def leeway_of(
 
 def sharding_of(model: nn.Module) -> Sharding:
     found: Sharding = vars(model)["_fsdp_sharding"]
+    return found
+
+
+def sharding_around(module: nn.Module) -> Sharding:
+    """Of a module that was sharded by itself: its own, or that of the model which it became a part of."""
+    found: Sharding = vars(module).get("_fsdp_sharding") or vars(module)["_fsdp_part_of"]
     return found
 
 

@@ -36,8 +36,18 @@ def all_reduce_alone(what: str, tensor: torch.Tensor, operator: str, mesh: Devic
 
 def gather_chunk(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
     """All ranks' chunks of a parameter, one after another."""
-    gathered: torch.Tensor = _c10d.wait_tensor(_c10d.all_gather_into_tensor(chunk.contiguous(), world_size, group))
-    return gathered
+    return wait_for(start_gather(chunk, world_size, group))
+
+
+def start_gather(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
+    """As `gather_chunk`, which has its values once it is waited for."""
+    pending: torch.Tensor = _c10d.all_gather_into_tensor(chunk.contiguous(), world_size, group)
+    return pending
+
+
+def wait_for(pending: torch.Tensor) -> torch.Tensor:
+    waited: torch.Tensor = _c10d.wait_tensor(pending)
+    return waited
 
 
 def reduce_packed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn as nn
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..layout.buckets import Layout, Slot
+from ..layout.options import GradientReduction
 from .accumulation import Accumulation
 from .agreement import Agreement, agreement_of
 from .optimizers import install_hooks
@@ -53,6 +54,13 @@ class Shards:
         return agreement_of(self.mesh)
 
 
+class Unsharded(Protocol):
+    """Full parameters in the places of a shard's."""
+
+    def end(self) -> None:
+        """Bring the sharded parameters back."""
+
+
 @dataclasses.dataclass(eq=False)
 class FlatShard:
     """This rank's shard of one bucket.
@@ -66,7 +74,11 @@ class FlatShard:
         received: offsets of the parameters that the running backward has a gradient for.
         accumulation: gradients that are yet to be reduced, once there were any.
         gradient, accumulated: what reads pass to `fsdp::unshard` for now.
-        key: another for every shard in the process.
+        keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
+        keeps_for_replicas: whether they are where there are replicas besides, over which gradients are not to be
+            reduced yet.
+        unsharded: what full parameters there are between steps.
+        key: another for every shard in the process, and for every way to reshard its unit.
     """
 
     layout: Layout
@@ -80,6 +92,9 @@ class FlatShard:
     accumulation: Accumulation | None = None
     gradient: str = "reduce"
     accumulated: nn.Parameter | None = None
+    keeps_gradients: bool = False
+    keeps_for_replicas: bool = False
+    unsharded: Unsharded | None = None
     key: str = dataclasses.field(default_factory=map(str, itertools.count(1)).__next__)
 
     @classmethod
@@ -153,11 +168,21 @@ class FlatShard:
             if slot.offset in kept or (slot.offset in received and parameter.requires_grad):
                 _accumulate(parameter, DTensor(view, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
 
+    def reduce_by(self, reduction: GradientReduction) -> None:
+        """From the next forward on, gradients are reduced so."""
+        self.change_layout(dataclasses.replace(self.layout, reduction=reduction))
+
     def change_layout(self, layout: Layout) -> None:
         """Another layout of the same places: forwards read by it from now on."""
         self.layout = layout
         for read, slot in zip(self.reads, layout.slots, strict=True):
             read.arguments = layout.unshard_arguments(slot)
+
+    def reshard(self) -> None:
+        """End `unshard`, if there was one."""
+        if self.unsharded is not None:
+            unsharded, self.unsharded = self.unsharded, None
+            unsharded.end()
 
     def check_views(self) -> None:
         """Before a forward, see that every parameter is a view into the shard; take over values moved elsewhere.
@@ -167,6 +192,7 @@ class FlatShard:
         Raises:
             ConfigError: a parameter was replaced by something that cannot take its place in the shard.
         """
+        self.reshard()
         self.received.clear()  # what a backward noted that ended in an exception
         self.parameters = [self._current(index) for index in range(len(self.parameters))]
         if all(
@@ -213,10 +239,15 @@ class FlatShard:
         return None if self.sharding is None else self.sharding.agreement
 
     @property
+    def is_keeping(self) -> bool:
+        """Whether the next forwards' gradients are kept."""
+        return self.keeps_gradients or (self.keeps_for_replicas and self.mesh.ndim > 1)
+
+    @property
     def has_accumulated(self) -> bool:
         return self.accumulation is not None and self.accumulation.leaf.grad is not None
 
-    def prepare(self, *, keeps_gradients: bool) -> None:
+    def prepare(self) -> None:
         """Before a forward: where the gradients of its backward are to go.
 
         Raises:
@@ -234,7 +265,7 @@ class FlatShard:
             self.accumulation.is_taken = False  # by a backward that ended in an exception
         if not self.data.requires_grad or not torch.is_grad_enabled():
             return
-        if keeps_gradients:
+        if self.is_keeping:
             self.accumulation = self.accumulation or Accumulation.of(self.layout, self.data)
             self.gradient, self.accumulated = "keep", self.accumulation.leaf
         elif self.accumulation is not None and self.accumulation.leaf.grad is not None:
