@@ -154,7 +154,7 @@ class DirectGloo(dist.ProcessGroup):
                 self._reduce_and_gather(messages, tensor, combine)
         return messages
 
-    def alltoall_base(  # type: ignore[override]  # declared for positions only
+    def alltoall_base(
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
@@ -185,7 +185,7 @@ class DirectGloo(dist.ProcessGroup):
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-    all_to_all_single = alltoall_base
+    all_to_all_single = alltoall_base  # type: ignore[assignment]  # one of two forms
 
     def _gather(self, messages: _Messages, rows: Tensor, part: Tensor, tag: int | None = None) -> None:
         """Every rank's part in a row each."""

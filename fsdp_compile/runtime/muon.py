@@ -1,9 +1,9 @@
 """torch.optim.Muon on sharded matrices: each has an owner, the rank that orthogonalizes its update for all.
 
 Newton-Schulz needs whole matrices. The momentum treats every element by itself, and stays where its parameter is. What
-follows from it travels to the owner in the dtype that Newton-Schulz begins with, the orthogonal matrix travels back, and
-each rank updates its part of the parameter: the numbers of torch's own step. While the owners compute the matrices of
-one batch, those of the next one are on their way.
+follows from it travels to the owner in the dtype that Newton-Schulz begins with, the orthogonal matrix travels back,
+and each rank updates its part of the parameter: the numbers of torch's own step. While the owners compute the matrices
+of one batch, those of the next one are on their way.
 
 Private torch API, as of torch 2.11 to 2.15: what a step of Muon computes (checked on 2.13). If its options, or those of
 Newton-Schulz, are others than those known here, torch computes with DTensors.
@@ -52,16 +52,15 @@ _Owners = Sequence[Sequence[int]]
 
 def step_by_owners(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before every step: see that torch.optim.Muon orthogonalizes sharded matrices on one rank each."""
-    if _is_known_muon(type(optimizer)) and optimizer.defaults.keys() == _OPTIONS:
-        if "_init_group" not in vars(optimizer):
-            after_init_group(optimizer, _step_sharded)
+    if _is_known_muon(optimizer) and "_init_group" not in vars(optimizer):
+        after_init_group(optimizer, _step_sharded)
 
 
-@functools.cache
-def _is_known_muon(kind: type[optim.Optimizer]) -> bool:
-    if _zeropower_via_newtonschulz is None or kind is not optim.Muon:
+def _is_known_muon(optimizer: optim.Optimizer) -> bool:
+    if _zeropower_via_newtonschulz is None or type(optimizer) is not optim.Muon:
         return False
-    return list(inspect.signature(_zeropower_via_newtonschulz).parameters) == _ARGUMENTS
+    arguments = inspect.signature(_zeropower_via_newtonschulz).parameters
+    return list(arguments) == _ARGUMENTS and optimizer.defaults.keys() == _OPTIONS
 
 
 def _step_sharded(optimizer: optim.Optimizer, group: dict[str, Any], lists: Sequence[list[Any]]) -> None:
@@ -95,7 +94,7 @@ def _axes_of(parameter: Any, gradient: Any, momentum: Any) -> list[int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Ranks:
-    """Those that hold the parts of a matrix.
+    """Those along an axis of a mesh, which hold the parts of a matrix.
 
     Attributes:
         rank: this one, among them.
@@ -104,6 +103,7 @@ class _Ranks:
     """
 
     mesh: DeviceMesh
+    axis: int
     size: int
     rank: int
     group: str
@@ -112,9 +112,8 @@ class _Ranks:
     @classmethod
     def along(cls, mesh: DeviceMesh, axis: int) -> _Ranks:
         group = overlapping_group(mesh.get_group(axis), mesh.device_type)
-        return cls(
-            mesh, mesh.size(axis), mesh.get_local_rank(axis), str(group.group_name), torch.device(mesh.device_type)
-        )
+        rank, device = mesh.get_local_rank(axis), torch.device(mesh.device_type)
+        return cls(mesh, axis, mesh.size(axis), rank, str(group.group_name), device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +124,9 @@ class _Matrix:
     dim: int
 
     @classmethod
-    def of(cls, parameter: DTensor) -> _Matrix:
-        dims = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
-        return cls(parameter.shape, dims[-1] % parameter.ndim)
+    def of(cls, parameter: DTensor, axis: int) -> _Matrix:
+        placement: Any = parameter.placements[axis]
+        return cls(parameter.shape, placement.dim % parameter.ndim)
 
     def lengths(self, size: int) -> list[int]:
         """How much of the sharded dimension each rank holds."""
@@ -147,7 +146,7 @@ class _Step:
 
     def __init__(self, rows: Sequence[_Row], ranks: _Ranks, group: dict[str, Any]) -> None:
         self._ranks = ranks
-        matrices = [_Matrix.of(parameter) for parameter, *_ in rows]
+        matrices = [_Matrix.of(parameter, ranks.axis) for parameter, *_ in rows]
         self._same = "\n".join(f"{tuple(matrix.shape)} {matrix.dim}" for matrix in matrices)
         batches = batches_of(tuple(tuple(matrix.shape) for matrix in matrices), ranks.size)
         self._batches = [_Batch(rows, matrices, owners, ranks, group) for owners in batches]

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp_compile import ConfigError, shard
 from tests.distributed.training import (
     STEPS,
+    NoDTensors,
     adamw,
     assert_close,
     assert_same_parameters,
@@ -67,14 +68,6 @@ def test_an_optimizer_of_another_model_is_left_alone(world_size):
     train(other, optimizer, [1])
     train(expected, expected_optimizer, [1])
     assert_same_parameters(other, expected)
-
-
-class NoDTensors(TorchDispatchMode):
-    """In which no operator gets a DTensor."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert not any(issubclass(found, DTensor) for found in types), func
-        return func(*args, **(kwargs or {}))
 
 
 def fallback(base):
