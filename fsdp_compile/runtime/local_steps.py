@@ -38,12 +38,17 @@ _Lists = Sequence[list[Any]]
 def compute_locally(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before every step: see that an optimizer that treats every element by itself gets plain tensors."""
     end_runs(optimizer, args, kwargs)  # of a step that ended in an exception
-    if type(optimizer) not in _ELEMENTWISE or "_init_group" in vars(optimizer):
+    if not is_elementwise(optimizer) or "_init_group" in vars(optimizer):
         return
     vars(optimizer)["_fsdp_runs"] = []  # is not pickled or copied with it
     after_init_group(optimizer, _begin_runs)
     handle = optimizer.register_step_post_hook(end_runs)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # the user's come after
+
+
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Whether it is one of torch that treats every element by itself, and no subclass, which might do anything."""
+    return type(optimizer) in _ELEMENTWISE
 
 
 def after_init_group(optimizer: optim.Optimizer, change: Callable[[Any, dict[str, Any], _Lists], None]) -> None:

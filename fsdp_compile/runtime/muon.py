@@ -60,7 +60,8 @@ def _is_known_muon(optimizer: optim.Optimizer) -> bool:
     if _zeropower_via_newtonschulz is None or type(optimizer) is not optim.Muon:
         return False
     arguments = inspect.signature(_zeropower_via_newtonschulz).parameters
-    return list(arguments) == _ARGUMENTS and optimizer.defaults.keys() == _OPTIONS
+    options = optimizer.defaults.keys() - {"differentiable"}  # which loading a state adds
+    return list(arguments) == _ARGUMENTS and options == _OPTIONS
 
 
 def _step_sharded(optimizer: optim.Optimizer, group: dict[str, Any], lists: Sequence[list[Any]]) -> None:
