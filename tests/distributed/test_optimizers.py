@@ -284,6 +284,9 @@ class PlainStates(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             if not state:
@@ -299,7 +302,7 @@ class StatesLikeParameters(PlainStates):
 
 
 UNSUITED = {
-    "adafactor": (torch.optim.Adafactor, "torch.optim._adafactor.Adafactor"),
+    "adafactor": (torch.optim.Adafactor, "torch.optim.Adafactor"),
     "adafactor_foreach": (lambda parameters: torch.optim.Adafactor(parameters, foreach=True), "Adafactor"),
     "lbfgs_of_uneven_rows": (torch.optim.LBFGS, "LBFGS"),
     "states_in_eight_bits": (PlainStates, "PlainStates"),
