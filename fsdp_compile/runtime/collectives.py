@@ -16,13 +16,16 @@ from .places import at, outside_of_graphs
 _c10d = torch.ops._c10d_functional  # private, as of torch 2.11 to 2.15
 
 
-def running_alone(what: str, agreement: Agreement | None, *groups: str) -> AbstractContextManager[None]:
+def running_alone(what: str, agreement: Agreement | None, *groups: str, same: str = "") -> AbstractContextManager[None]:
     """Around collectives that are a place of their own: what they are, and the names of their process groups.
+
+    Args:
+        same: what has to be the same on all ranks besides.
 
     Raises:
         RankError: other ranks do not run them; every rank raises it.
     """
-    place = outside_of_graphs(what, *groups)
+    place = outside_of_graphs(what, *groups, same=same)
     return at(place) if agreement is None or not groups else agreement.running(place=place)
 
 
@@ -32,6 +35,18 @@ def all_reduce_alone(what: str, tensor: torch.Tensor, operator: str, mesh: Devic
     with running_alone(what, agreement_of(mesh), group):
         reduced: torch.Tensor = _c10d.wait_tensor(_c10d.all_reduce(tensor, operator, group))
     return reduced
+
+
+def all_to_all(packed: torch.Tensor, num_received: Sequence[int], num_sent: Sequence[int], group: str) -> torch.Tensor:
+    """Start to exchange elements of a 1-D tensor, so many from and to each rank; `wait` before the result is read."""
+    received: torch.Tensor = _c10d.all_to_all_single(packed, list(num_received), list(num_sent), group)
+    return received
+
+
+def wait(pending: torch.Tensor) -> torch.Tensor:
+    """The result of a collective that was started before."""
+    received: torch.Tensor = _c10d.wait_tensor(pending)
+    return received
 
 
 def gather_chunk(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:

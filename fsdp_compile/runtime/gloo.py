@@ -154,6 +154,24 @@ class DirectGloo(dist.ProcessGroup):
                 self._reduce_and_gather(messages, tensor, combine)
         return messages
 
+    def alltoall_base(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> _Messages:
+        """Of the input, the part for each rank; in the output, the part from each rank.
+
+        The numbers of bytes differ from rank to rank, so that no tag has them: the place says what they are.
+        """
+        messages = _Messages()
+        outgoing, incoming = input_tensor.split(input_split_sizes), output_tensor.split(output_split_sizes)
+        self._exchange(messages, outgoing, incoming, self._tag(0))
+        incoming[self.rank()].copy_(outgoing[self.rank()])
+        return messages
+
     @property
     def _gloo(self) -> Any:
         return self._get_backend(torch.device("cpu"))
@@ -167,6 +185,7 @@ class DirectGloo(dist.ProcessGroup):
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base  # type: ignore[assignment]  # one of two forms
 
     def _gather(self, messages: _Messages, rows: Tensor, part: Tensor, tag: int | None = None) -> None:
         """Every rank's part in a row each."""
@@ -211,10 +230,10 @@ class DirectGloo(dist.ProcessGroup):
         gloo = self._gloo
         tag = self._tag(outgoing[0].nbytes) if tag is None else tag
         others = [(self.rank() + step) % self.size() for step in range(1, self.size())]
-        if outgoing[0].numel() == 0:
-            return
-        messages.pending += [gloo.recv([incoming[other]], other, tag) for other in reversed(others)]
-        messages.pending += [gloo.send([outgoing[other]], other, tag) for other in others]
+        messages.pending += [
+            gloo.recv([incoming[other]], other, tag) for other in reversed(others) if incoming[other].numel()
+        ]
+        messages.pending += [gloo.send([outgoing[other]], other, tag) for other in others if outgoing[other].numel()]
         messages.held += [outgoing, incoming]
 
 

@@ -13,7 +13,7 @@ and where an optimizer keeps its hooks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,28 +32,46 @@ _RUN_NUMEL = 2**16
 """Elements of a run at most: with more, an optimizer's time is not Python's, and what it allocates would be noticed."""
 
 _Row = tuple[Any, ...]
+_Lists = Sequence[list[Any]]
 
 
 def compute_locally(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before every step: see that an optimizer that treats every element by itself gets plain tensors."""
     end_runs(optimizer, args, kwargs)  # of a step that ended in an exception
-    if type(optimizer) not in _ELEMENTWISE or "_init_group" in vars(optimizer):
+    if not is_elementwise(optimizer) or "_init_group" in vars(optimizer):
         return
+    vars(optimizer)["_fsdp_runs"] = []  # is not pickled or copied with it
+    after_init_group(optimizer, _begin_runs)
+    handle = optimizer.register_step_post_hook(end_runs)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # the user's come after
+
+
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Whether it is one of torch that treats every element by itself, and no subclass, which might do anything."""
+    return type(optimizer) in _ELEMENTWISE
+
+
+def after_init_group(optimizer: optim.Optimizer, change: Callable[[Any, dict[str, Any], _Lists], None]) -> None:
+    """From now on, let `change` (optimizer, group, lists) change what this optimizer's steps work on.
+
+    The lists are parameters, their gradients, and their states of each kind; a list is empty if there are none.
+    """
     reference = weakref.ref(optimizer)
 
     def init_group(group: dict[str, Any], *lists: list[Any]) -> Any:
         found: Any = reference()
         result = type(found)._init_group(found, group, *lists)
         # Dynamo, which traces with what this returns, would take the gradients of now for those of later steps.
-        is_traced = torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
-        if not group["differentiable"] and not is_traced:
-            found._fsdp_runs += _localize(lists)
+        if not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is None:
+            change(found, group, lists)
         return result
 
-    # None of these is pickled or copied with an optimizer.
-    vars(optimizer).update(_init_group=init_group, _fsdp_runs=[])
-    handle = optimizer.register_step_post_hook(end_runs)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # the user's come after
+    vars(optimizer)["_init_group"] = init_group  # is not pickled or copied with it
+
+
+def _begin_runs(optimizer: Any, group: dict[str, Any], lists: _Lists) -> None:
+    if not group["differentiable"]:
+        optimizer._fsdp_runs += _localize(lists)
 
 
 def end_runs(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -64,15 +82,11 @@ def end_runs(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     runs.clear()
 
 
-def _localize(lists: Sequence[list[Any]]) -> list[Run]:
-    """Replace DTensors by this rank's parts, unless that of a gradient or a state is not that of its parameter.
-
-    Args:
-        lists: parameters, their gradients, and their states of each kind; a list is empty if there are none.
-    """
+def _localize(lists: _Lists) -> list[Run]:
+    """Replace DTensors by this rank's parts, unless that of a gradient or a state is not that of its parameter."""
     filled = [values for values in lists if values]
     rows = list(zip(*filled, strict=True))
-    if not all(_is_sharded_alike(*row) for row in rows):
+    if not all(is_sharded_alike(*row) for row in rows):
         return []
     runs: list[Run] = []
     for row in rows:
@@ -167,7 +181,7 @@ class Run:
                         states[parameter][name] = without_offset(placed)
 
 
-def _is_sharded_alike(parameter: Tensor, *others: Tensor | None) -> bool:
+def is_sharded_alike(parameter: Tensor, *others: Tensor | None) -> bool:
     """Whether this rank's part of each of the others belongs to its part of the parameter; that of a number does."""
     if not isinstance(parameter, DTensor):
         return not any(isinstance(other, DTensor) for other in others)

@@ -11,7 +11,9 @@ from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .local_steps import compute_locally
+from .muon import step_by_owners
 from .rows import refuse_states_of_others
+from .unsuited import explain_failures
 
 _REPLACEMENT = "fsdp_replacement"
 
@@ -41,6 +43,8 @@ def install_hooks() -> None:
     register_optimizer_step_pre_hook(_repoint)
     register_optimizer_step_pre_hook(refuse_states_of_others)
     register_optimizer_step_pre_hook(compute_locally)
+    register_optimizer_step_pre_hook(step_by_owners)
+    register_optimizer_step_pre_hook(explain_failures)
 
 
 def _repoint(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

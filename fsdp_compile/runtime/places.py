@@ -67,9 +67,9 @@ class Place:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def outside_of_graphs(what: str, *groups: str) -> Place:
-    """The place of collectives that no compiled graph has."""
-    return Place.of(f"{what}, outside of compiled graphs", groups)
+def outside_of_graphs(what: str, *groups: str, same: str = "") -> Place:
+    """The place of collectives that no compiled graph has; another one where another text has to be the same."""
+    return Place.of(f"{what}, outside of compiled graphs", groups, same=[same] if same else [])
 
 
 def chained(chain: int, number: int) -> int:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp_compile import ConfigError, shard
 from tests.distributed.training import (
     STEPS,
+    NoDTensors,
     adamw,
     assert_close,
     assert_same_parameters,
@@ -67,14 +68,6 @@ def test_an_optimizer_of_another_model_is_left_alone(world_size):
     train(other, optimizer, [1])
     train(expected, expected_optimizer, [1])
     assert_same_parameters(other, expected)
-
-
-class NoDTensors(TorchDispatchMode):
-    """In which no operator gets a DTensor."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert not any(issubclass(found, DTensor) for found in types), func
-        return func(*args, **(kwargs or {}))
 
 
 def fallback(base):
@@ -279,3 +272,90 @@ def test_clip_grad_norm_equals_the_unsharded_models(world_size, name):
     assert_close(full(norm), expected_norm)
     for gradient, value in zip(full_gradients(model).values(), full_gradients(expected).values(), strict=True):
         torch.testing.assert_close(gradient, value, rtol=1e-4, atol=1e-7)
+
+
+class PlainStates(torch.optim.Optimizer):
+    """Moments in eight bits, in plain tensors: `make_state` is what 8-bit optimizers and Shampoo do, and mix."""
+
+    make_state = staticmethod(lambda parameter: torch.zeros(parameter.shape, dtype=torch.int8))
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state.update(moment=self.make_state(parameter), scale=torch.ones(()))
+            moment = (state["moment"].float() * state["scale"]).lerp(parameter.grad, 0.1)
+            state["scale"] = moment.abs().max() / 127
+            state["moment"] = (moment / state["scale"]).round().to(torch.int8)
+            parameter.sub_(moment, alpha=self.param_groups[0]["lr"])
+
+
+class StatesLikeParameters(PlainStates):
+    make_state = staticmethod(lambda parameter: torch.zeros_like(parameter, dtype=torch.int8))
+
+
+UNSUITED = {
+    "adafactor": (torch.optim.Adafactor, "torch.optim.Adafactor"),
+    "adafactor_foreach": (lambda parameters: torch.optim.Adafactor(parameters, foreach=True), "Adafactor"),
+    "lbfgs_of_uneven_rows": (torch.optim.LBFGS, "LBFGS"),
+    "states_in_eight_bits": (PlainStates, "PlainStates"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUITED)
+@on_ranks(2)
+def test_an_optimizer_that_cannot_train_dtensors_says_so(world_size, name):
+    make, named = UNSUITED[name]
+    model = shard(build("odd_mlp"))
+    optimizer = make(model.parameters())
+
+    def closure():
+        loss = model(*batch_of_rank(model, 0))
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(2):  # the step of a class is replaced once
+        with pytest.raises(RuntimeError, match=rf"{named} cannot train these sharded parameters: it .*; use torch"):
+            optimizer.step(closure)
+
+
+@on_ranks(2)
+def test_adafactor_of_transformers_says_what_it_cannot_do(world_size):
+    optimization = pytest.importorskip("transformers.optimization")
+    model = shard(build("odd_mlp"))
+    optimizer = optimization.Adafactor(model.parameters())
+    model(*batch_of_rank(model, 0)).backward()
+    with pytest.raises(RuntimeError, match="transformers.optimization.Adafactor cannot train these sharded parameters"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_states_like_parameters_train_in_eight_bits_as_without_sharding(world_size):
+    expected, model = build("odd_mlp"), shard(build("odd_mlp"))
+    train(expected, StatesLikeParameters(expected.parameters()), STEPS, batch=global_batch)
+    optimizer = StatesLikeParameters(model.parameters())
+    train(model, optimizer, STEPS)
+    assert_same_parameters(model, expected)
+    assert all(isinstance(state["moment"], DTensor) for state in optimizer.state.values())
+
+
+@on_ranks(2)
+def test_an_unsharded_model_has_the_errors_of_torch(world_size):
+    shard(build("odd_mlp"))
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    torch.optim.Adafactor([parameter]).step()  # works
+
+    class Failing(PlainStates):
+        def step(self, closure=None):
+            raise RuntimeError("got mixed torch.Tensor and DTensor")
+
+    with pytest.raises(RuntimeError, match="^got mixed"):
+        Failing([parameter]).step()

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import ConfigError, fsdp_compile, shard
 from fsdp_compile.backend import backend_for
@@ -68,6 +69,14 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)  # unlike AdamW's, its steps show the scale of the gradients
+
+
+class NoDTensors(TorchDispatchMode):
+    """In which no operator gets a DTensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(issubclass(found, DTensor) for found in types), func
+        return func(*args, **(kwargs or {}))
 
 
 def take_step(optimizers: Iterable[Optimizer]) -> None:
