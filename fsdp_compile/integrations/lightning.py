@@ -104,9 +104,12 @@ class FSDPCompileStrategy(pytorch.ModelParallelStrategy):
                 register_fsdp_forward_method(model, step)
         return model
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Nothing: every backward reduces its gradients to shards, as with Lightning's other sharding strategies.
+
+        ParallelStrategy asks for `no_sync` of what has such a method, and then every rank would hold full gradients.
+        """
+        return nullcontext()
 
     @property
     def lightning_restore_optimizer(self) -> bool:
