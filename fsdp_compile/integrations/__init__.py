@@ -1,1 +1,1 @@
-"""Other libraries' names for training, filled by fsdp_compile; each file imports its library, and nothing else does."""
+"""Strategies and plugins for other libraries; each file imports its library, and nothing else here does."""

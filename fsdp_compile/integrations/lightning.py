@@ -38,6 +38,7 @@ from ..module.sharded_module import register_fsdp_forward_method
 from ..module.sharding import is_sharded, sharding_of
 from ..options import Options, taken, takes
 from ..runtime.clipping import clip_gradients
+from ..runtime.optimizers import repoint
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -114,7 +115,7 @@ class FSDPCompileStrategy(pytorch.ModelParallelStrategy):
     @property
     def lightning_restore_optimizer(self) -> bool:
         """Whether Lightning's loop loads the optimizers: on a single rank, where nothing is sharded."""
-        return self.world_size == 1
+        return bool(self.world_size == 1)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self._checkpointing.lightning_module_state_dict()  # type: ignore[no-any-return]
@@ -191,6 +192,11 @@ class FSDPCompileFabricStrategy(fabric.ModelParallelStrategy):
             shard_and_compile(module, mesh_of(self._given_mesh, self.device_mesh), self.root_device, self._options)
         return module
 
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """It lists the sharded parameters from now on: clipping and loading may come before its first step."""
+        repoint(optimizer)
+        return optimizer
+
     def clip_gradients_norm(
         self,
         module: nn.Module,
@@ -235,7 +241,7 @@ class NoSync(_BackwardSyncControl):
     """What `fabric.no_backward_sync` asks: gradients are kept, full, until a backward outside of it."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return module.no_sync() if enabled else nullcontext()  # type: ignore[no-any-return,operator]
+        return module.no_sync() if enabled else nullcontext()  # type: ignore[operator]
 
 
 def check_options(arguments: dict[str, Any]) -> None:

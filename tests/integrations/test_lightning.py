@@ -232,10 +232,14 @@ def test_fabric_trains_as_one_device_and_resumes(world_size, tmp_path):
     assert_same_tensors(full_parameters(state["model"].module), full_parameters(expected))
 
 
+def launched(strategy):
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=[Environment()])
+    fabric.launch()
+    return fabric
+
+
 def set_up(model):
-    fabric = Fabric(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=fabric_strategy(), plugins=[Environment()]
-    )
+    fabric = launched(fabric_strategy())
     model, optimizer = fabric.setup(model, model.configure_optimizers())
     return fabric, {"model": model, "optimizer": optimizer}
 
@@ -251,7 +255,7 @@ def fit_with_fabric(fabric, state):
         has_gradients = all(parameter.grad is not None for parameter in model.parameters())
         assert has_gradients == bool(number % 2)  # what is kept is not in .grad yet
         if number % 2:
-            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            assert fabric.clip_gradients(model, optimizer, max_norm=0.5) > 0
             optimizer.step()
             optimizer.zero_grad()
     return mean_over_ranks(torch.stack(losses))
@@ -259,7 +263,7 @@ def fit_with_fabric(fabric, state):
 
 @on_ranks(2)
 def test_models_on_the_meta_device_get_the_values_of_reset_parameters(world_size):
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=fabric_strategy(), plugins=[Environment()])
+    fabric = launched(fabric_strategy())
     with fabric.init_module(empty_init=True):
         model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     torch.manual_seed(3)
@@ -276,7 +280,7 @@ def test_models_on_the_meta_device_get_the_values_of_reset_parameters(world_size
 @on_ranks(2)
 def test_strategies_are_known_by_name(world_size, tmp_path):
     assert isinstance(trainer("fsdp_compile", tmp_path).strategy, FSDPCompileStrategy)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp_compile", plugins=[Environment()])
+    fabric = launched("fsdp_compile")
     assert isinstance(fabric.strategy, FSDPCompileFabricStrategy)
 
 
@@ -298,10 +302,8 @@ def test_options_that_cannot_be_meant_are_refused_when_the_strategy_is_made(stra
 
 @on_ranks(2)
 def test_a_mesh_of_other_ranks_is_refused(world_size):
+    fabric = launched(fabric_strategy(device_mesh=(2, 2)))
     with pytest.raises(ConfigError, match=r"device_mesh=\(2, 2\) is of 4 ranks, and there are 2"):
-        fabric = Fabric(
-            accelerator="cpu", devices=2, strategy=fabric_strategy(device_mesh=(2, 2)), plugins=[Environment()]
-        )
         fabric.setup(nn.Linear(2, 2))
 
 
