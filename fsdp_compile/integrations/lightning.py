@@ -105,7 +105,7 @@ class FSDPCompileStrategy(pytorch.ModelParallelStrategy):
                 register_fsdp_forward_method(model, step)
         return model
 
-    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Nothing: every backward reduces its gradients to shards, as with Lightning's other sharding strategies.
 
         ParallelStrategy asks for `no_sync` of what has such a method, and then every rank would hold full gradients.
