@@ -4,7 +4,7 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/torchtitan_parallelize.py
 
-The second line runs it without torchtitan, on a small model: `parallel_dims` and the configurations are stand-ins there,
+The second line runs it without torchtitan, on a small model: `parallel_dims` and the configurations are stand-ins,
 with the attributes that are read here. With torchtitan itself it has not been run.
 """
 
@@ -37,7 +37,7 @@ def parallelize(
         if getattr(parallel_dims, f"{name}_enabled"):
             raise ValueError(f"fsdp_compile shards over data-parallel ranks only: set the degree of {name} to 1")
     if ac_config.mode != "none":
-        raise ValueError("set the mode of activation checkpointing to none: fsdp_compile recomputes by its own plan")
+        raise ValueError("this parallelize_fn applies no activation checkpointing: set its mode to none")
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     dtypes = (getattr(torch, name) for name in (training.mixed_precision_param, training.mixed_precision_reduce))
     return fsdp_compile(
