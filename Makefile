@@ -11,7 +11,7 @@ REPORT ?= build/gpu-report.md
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
-RANKS := tests/distributed tests/test_examples.py tests/test_packaging.py tests/test_transformers.py
+RANKS := tests/distributed tests/integrations tests/test_examples.py tests/test_packaging.py tests/test_transformers.py
 
 .PHONY: demo test test-gpu check docs clean
 

@@ -19,6 +19,7 @@ PACKAGE = "fsdp_compile"
 FROM_THE_TOP = (
     "emulation",
     "cli",
+    "integrations",
     "compat",
     "api",
     "backend",

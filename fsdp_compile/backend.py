@@ -17,6 +17,7 @@ from .compiler.options import CompileConfig
 from .compiler.statements import groups_of, places_of_graphs, statement_of_graphs
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
+from .module.reading import is_reading
 from .module.sharding import Sharding, sharding_of
 from .passes.pipeline import Pipeline
 from .runtime import copies, kernels  # noqa: F401  these register the kernels of operators
@@ -24,6 +25,7 @@ from .runtime.agreement import Agreement
 from .runtime.backward import CompiledBackward
 from .runtime.comparison import Line
 from .runtime.flat_shard import FlatShard, Shards
+from .runtime.modules import not_captured
 from .runtime.places import Place
 
 Compiled = Callable[..., Any]
@@ -64,12 +66,42 @@ class CompileAs:
 
     config: CompileConfig
 
-    def __call__(self, model: nn.Module) -> None:
-        sharding, config = sharding_of(model), self.config
+    def __call__(self, model: nn.Module, sharding: Sharding | None = None) -> None:
+        """Compile it. The sharding is that of the model that it is a part of, if it has none itself."""
+        sharding, config = sharding or sharding_of(model), self.config
         backend = backend_for(sharding, config)
         compile_module(
             model, sharding.compilations, backend=backend, fullgraph=config.fullgraph, dynamic=config.dynamic
         )
+
+
+def compile_parts(model: nn.Module) -> None:
+    """Compile the parts of a model that `fsdp_compile` has compiled as well, each for calls of it alone.
+
+    A method of the model other than `forward` may then call its parts; in the program of the model they stay a part.
+    """
+    sharding = sharding_of(model)
+    for part in _callable_parts(model):
+        CompileAs(sharding.compile.config)(part, sharding)  # type: ignore[union-attr]
+        if is_reading(part):
+            vars(part)["_compiled_call_impl"] = _in_forward(part, sharding, vars(part)["_compiled_call_impl"])
+
+
+def _in_forward(part: nn.Module, sharding: Sharding, compiled: Compiled) -> Compiled:
+    @not_captured
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return sharding.running.run(part, compiled, args, kwargs)
+
+    return call
+
+
+def _callable_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Its children that hold parameters; of a list or dict of modules, the modules in it."""
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_parts(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 def compile_graph(

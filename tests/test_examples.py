@@ -221,3 +221,15 @@ def test_training_script_of_the_readme_runs_as_printed(tmp_path: Path) -> None:
     assert script
     (tmp_path / "train.py").write_text(script[1])
     assert "reduce_scatter" in run(f"{TORCHRUN} 2 {tmp_path}/train.py")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# torchtitan
+
+
+def test_a_small_model_trains_as_torchtitan_would_shard_it() -> None:
+    printed = [run(f"{TORCHRUN} {ranks} examples/torchtitan_parallelize.py") for ranks in (1, 2)]
+    losses = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", text)] for text in printed]
+    for found in losses:
+        assert len(found) == 5 and found == sorted(found, reverse=True)
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=0.1)  # other rows, the same model

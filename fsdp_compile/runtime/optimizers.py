@@ -40,15 +40,17 @@ def replacement_of(original: nn.Parameter) -> Replacement | None:
 @functools.cache
 def install_hooks() -> None:
     """Have every optimizer come by here before its steps."""
-    register_optimizer_step_pre_hook(_repoint)
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: repoint(optimizer))
     register_optimizer_step_pre_hook(refuse_states_of_others)
     register_optimizer_step_pre_hook(compute_locally)
     register_optimizer_step_pre_hook(step_by_owners)
     register_optimizer_step_pre_hook(explain_failures)
 
 
-def _repoint(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before every step: put the sharded parameters in the place of the originals.
+def repoint(optimizer: optim.Optimizer) -> None:
+    """Put the sharded parameters in the place of the originals. It happens before every step, but may be due earlier.
+
+    Loading a state and clipping look at what the optimizer lists, too.
 
     Raises:
         RuntimeError: the optimizer has state for an original, whose values cannot be carried over.
