@@ -51,18 +51,13 @@ def wait(pending: torch.Tensor) -> torch.Tensor:
 
 def gather_chunk(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
     """All ranks' chunks of a parameter, one after another."""
-    return wait_for(start_gather(chunk, world_size, group))
+    return wait(start_gather(chunk, world_size, group))
 
 
 def start_gather(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
     """As `gather_chunk`, which has its values once it is waited for."""
     pending: torch.Tensor = _c10d.all_gather_into_tensor(chunk.contiguous(), world_size, group)
     return pending
-
-
-def wait_for(pending: torch.Tensor) -> torch.Tensor:
-    waited: torch.Tensor = _c10d.wait_tensor(pending)
-    return waited
 
 
 def reduce_packed(

@@ -7,7 +7,7 @@ import torch
 from ..layout.buckets import Slot
 from ..passes import ops
 from .assembly import ASSEMBLE
-from .collectives import running_alone, start_gather, wait_for
+from .collectives import running_alone, start_gather, wait
 from .flat_shard import FlatShard
 
 
@@ -37,7 +37,7 @@ class Gathering:
         gathered = self._pending
         if layout.shards.size > 1:
             with running_alone("", self._shard.agreement):
-                gathered = wait_for(gathered)
+                gathered = wait(gathered)
         return [_full(gathered.view(layout.shards.size, -1), slot) for slot in layout.slots]
 
 

@@ -10,6 +10,7 @@ calls the hooks, and then the variable `func` of its closure.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +39,8 @@ def explain_failures(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None
     if is_elementwise(optimizer):
         return
     step: Any = type(optimizer).step
-    cells = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=True))
-    cell = cells.get("func")
+    names = step.__code__.co_freevars if inspect.isfunction(step) else ()
+    cell = dict(zip(names, getattr(step, "__closure__", None) or (), strict=True)).get("func")
     if cell is not None and not vars(cell.cell_contents).get("fsdp_explains"):
         cell.cell_contents = _explained(cell.cell_contents)  # also for the step that is about to begin
 
