@@ -1,7 +1,7 @@
 """Runs PyTorch's own FSDP tests on the CPU, with torch's classes or with ours, and prints what became of them.
 
     python -m tests.conformance --sources DIR --subject torch     what passes without a GPU: the tests that count
-    python -m tests.conformance --sources DIR --subject compat    the same tests, with fsdp_compile.compat in their place
+    python -m tests.conformance --sources DIR --subject compat    those tests, with fsdp_compile.compat in the place
     python -m tests.conformance                                   only the table, of the results that are there
 
 The tests are PyTorch's and are not part of this project: DIR is a checkout's test/distributed, or a folder that holds
@@ -62,13 +62,15 @@ def tests_to_run(files: list[str], folder: Path, results: Results, arguments: ar
         listed = folder / "collected.jsonl"
         run(files, folder, arguments, record=listed, wanted=None)
         results.collect(listed)
-    chosen = [test for test in results.collected() if test.partition("::")[0] in files and arguments.tests in test]
+    function_of = results.collected()
+    chosen = [test for test in function_of if test.partition("::")[0] in files and arguments.tests in test]
     if arguments.subject == "compat" and results.of("torch"):
         reasons = read_reasons()
         passed = {test for test, result in results.of("torch").items() if result["outcome"] == "passed"}
         chosen = [test for test in chosen if test in passed and reasons.of(test) is None]
     if arguments.each_function_once:
-        chosen = list({results.function_of(test): test for test in reversed(chosen)}.values())[::-1]
+        first = {(test.partition("::")[0], function_of[test]): test for test in reversed(chosen)}
+        chosen = [test for test in chosen if test in first.values()]
     before = results.of(arguments.subject)
     if arguments.again != "all":
         again = ("failed",) if arguments.again == "failed" else ()
@@ -82,6 +84,7 @@ def run(
     """Let pytest run the tests of `wanted`, or list all of them."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conformance.recorder", "-p", "no:cacheprovider"]
     command += ["-c", os.devnull, "--rootdir", str(folder), "--timeout", str(arguments.limit + GRACE), "--tb=line"]
+    command += ["--show-capture=no", "--no-summary", "-W", "ignore", "-p", "no:logging"]
     environment = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
@@ -93,7 +96,7 @@ def run(
         "CONFORMANCE_WORLD": str(arguments.world),
     }
     if wanted is None:
-        command += ["--collect-only", "-qq", "--no-summary"]
+        command += ["--collect-only", "-qq"]
     else:
         chosen = {test.partition("::")[0] for test in wanted}
         files = [file for file in files if file in chosen]

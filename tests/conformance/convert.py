@@ -39,7 +39,7 @@ def test_files(sources: Path, pattern: str) -> Iterator[tuple[str, Path]]:
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("test_*.py")):
             name = file.relative_to(root).as_posix()
-            if fnmatch(name, f"*{pattern}*"):
+            if fnmatch(name, f"{pattern}*"):
                 yield name, file
 
 

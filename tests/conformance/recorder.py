@@ -1,7 +1,8 @@
-"""A plugin of pytest: imports the shim before the tests, runs those that are asked for, and writes down what came out."""
+"""A plugin of pytest: imports the shim first, runs the tests that are asked for, and writes down what came out."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from pathlib import Path
@@ -29,7 +30,7 @@ class Recorder:
         chosen = [item for item in items if self.wanted is None or id_of(item.nodeid) in self.wanted]
         if config.option.collectonly:
             for item in chosen:
-                self._write(id=id_of(item.nodeid))
+                self._write(id=id_of(item.nodeid), function=function_of(item))
         items[:] = chosen
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -37,6 +38,8 @@ class Recorder:
             self._write(id=id_of(report.nodeid), outcome="failed", seconds=0.0, message=str(report.longrepr)[-LONGEST:])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if type(report) is not pytest.TestReport:  # a part of a test, whose failure is the test's, too
+            return
         is_result = report.when == "call" or report.outcome != "passed"
         if is_result and not (report.when == "teardown" and report.skipped):
             message = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
@@ -46,6 +49,12 @@ class Recorder:
 
     def _write(self, **result: Any) -> None:
         print(json.dumps(result), file=self.results, flush=True)
+
+
+def function_of(item: Any) -> str:
+    """The same for all sets of parameters of a test: PyTorch makes functions of other names of them."""
+    function = inspect.unwrap(item.function)
+    return f"{item.cls.__name__ if item.cls else ''}:{function.__code__.co_firstlineno}"
 
 
 def id_of(nodeid: str) -> str:

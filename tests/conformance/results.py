@@ -16,7 +16,7 @@ REASONS = Path(__file__).with_name("not_applicable.toml")
 
 
 class Results:
-    """A folder with `collected.json`, `torch.jsonl` and `compat.jsonl`; of two results of a test the later one holds."""
+    """A folder with `collected.json`, `torch.jsonl` and `compat.jsonl`; of two results of a test the later holds."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,19 +32,15 @@ class Results:
 
     def collect(self, listed: Path) -> None:
         """Add the tests of a file of lines, whose files may have been collected before."""
-        found = [json.loads(line)["id"] for line in listed.read_text().splitlines()]
+        found = {line["id"]: line.get("function", "") for line in map(json.loads, listed.read_text().splitlines())}
         files = {test.partition("::")[0] for test in found}
-        kept = [test for test in self.collected() if test.partition("::")[0] not in files]
-        (self.folder / "collected.json").write_text(json.dumps(sorted(kept) + found, indent=1))
+        kept = {test: function for test, function in self.collected().items() if test.partition("::")[0] not in files}
+        (self.folder / "collected.json").write_text(json.dumps(kept | found, indent=1))
 
-    def collected(self) -> list[str]:
+    def collected(self) -> dict[str, str]:
+        """The function of each test: one for all its sets of parameters."""
         file = self.folder / "collected.json"
-        return json.loads(file.read_text()) if file.exists() else []  # type: ignore[no-any-return]
-
-    @staticmethod
-    def function_of(test: str) -> str:
-        """The function of a test with parameters, roughly: PyTorch writes them into the name, after the first value."""
-        return re.split(r"_(?:[a-z_]*(?:True|False|none|\d)|\w*Strategy)", test)[0]
+        return json.loads(file.read_text()) if file.exists() else {}  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -106,6 +102,10 @@ def _states(test: str, torch: dict[str, Any], compat: dict[str, Any], reasons: R
 
 def _last_line(result: dict[str, Any]) -> str:
     """Of what the first rank raised."""
-    first = result["message"].partition("\nProcess 1 exited")[0]
-    raised = [line for line in first.splitlines() if re.match(r"(E +)?[\w.]+(Error|Exception|Skipped|Failed)\b", line)]
-    return raised[-1].strip() if raised else next(iter(result["message"].splitlines()[-1:]), "")
+    lines = [line.removeprefix("E").strip() for line in result["message"].splitlines()]
+    ends = [place for place, line in enumerate(lines) if re.match(r"Process [1-9]\d* exited with", line)]
+    raised = [line for line in lines[: ends[0] if ends else None] if _RAISED.match(line)]
+    return raised[-1] if raised else next(iter(lines[-1:]), "")
+
+
+_RAISED = re.compile(r"[\w.]+(Error|Exception|Skipped|Failed|Interrupt)\b(?!: Process \d)")

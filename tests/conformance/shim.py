@@ -98,8 +98,11 @@ def stay_on_the_cpu() -> None:
     torch.cuda.current_stream = lambda *_: Nothing()  # type: ignore[assignment,return-value]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
-    if not hasattr(torch.cpu, "set_device"):
-        torch.cpu.set_device = lambda *_: None  # type: ignore[attr-defined]
+    torch.cpu.set_device = lambda *_: None  # type: ignore[attr-defined,assignment]
+    torch.cpu.Stream = torch.cpu.Event = Nothing  # type: ignore[misc,assignment]
+    torch.cpu.current_stream = lambda *_: Nothing()  # type: ignore[assignment,return-value]
+    torch.cpu.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment,return-value]
+    torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda *_: None  # type: ignore[attr-defined]
     grad_scaler.ShardedGradScaler.__init__.__defaults__ = (
         "cpu",
         *grad_scaler.ShardedGradScaler.__init__.__defaults__[1:],
@@ -127,6 +130,12 @@ def leave_out_device_ids() -> None:
     replicate_module.replicate = composable.replicate = replicate  # type: ignore[attr-defined,assignment]
     device_from_id = fsdp1_init._get_device_from_device_id
     fsdp1_init._get_device_from_device_id = lambda device_id, *args: device_from_id(_device(device_id), *args)
+    init_device_handle = fsdp1_init._init_device_handle
+
+    def device_handle(state: Any, module: Any, ignored_params: Any, device_id: Any) -> Any:
+        return init_device_handle(state, module, ignored_params, _device(0 if device_id is None else device_id))
+
+    fsdp1_init._init_device_handle = fsdp1._init_device_handle = device_handle
 
 
 def _device(device_id: Any) -> Any:
