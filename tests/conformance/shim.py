@@ -97,6 +97,7 @@ def stay_on_the_cpu() -> None:
     torch.cuda.Stream = torch.cuda.Event = Nothing  # type: ignore[misc,assignment]
     torch.cuda.current_stream = lambda *_: Nothing()  # type: ignore[assignment,return-value]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment,return-value]
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     torch.cpu.set_device = lambda *_: None  # type: ignore[attr-defined,assignment]
     torch.cpu.Stream = torch.cpu.Event = Nothing  # type: ignore[misc,assignment]
