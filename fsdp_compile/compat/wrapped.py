@@ -6,15 +6,18 @@ A model that is sharded takes over the modules in it that were sharded before; a
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from ..errors import ConfigError
 from ..module.full_parameters import SummonOptions, summon
-from ..module.sharded_module import gain_methods
+from ..module.sharded_module import ShardedMethods, gain_methods
 from ..module.sharding import Sharding, is_sharded, sharding_around, sharding_of
 
 _MARK = "_fsdp_wrapped"
@@ -123,6 +126,29 @@ def _check_is_root(self: nn.Module) -> bool:
     return is_sharded(self)
 
 
+def _clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
+    """As `ShardedMethods.clip_grad_norm_`, with a warning where there is nothing to scale."""
+    _refuse_inner(self, "clip_grad_norm_")
+    if all(parameter.grad is None for parameter in self.parameters()):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        warnings.warn(
+            f"clip_grad_norm_ was called on rank {rank} with no gradients -- returning the total norm in the default "
+            "dtype torch.float32",
+            stacklevel=2,
+        )
+    return ShardedMethods.clip_grad_norm_(self, max_norm, norm_type, **options)  # type: ignore[arg-type]
+
+
+def _no_sync(self: nn.Module) -> AbstractContextManager[None]:
+    _refuse_inner(self, "no_sync")
+    return ShardedMethods.no_sync(self)  # type: ignore[arg-type]
+
+
+def _refuse_inner(module: nn.Module, method: str) -> None:
+    if not is_sharded(module):
+        raise RuntimeError(f"{method} should only be called on the root FSDP instance: this one is a part of another")
+
+
 def _register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]) -> NoReturn:
     raise ConfigError(
         "register_comm_hook is not supported: reductions are a part of the compiled backward. A reduce_dtype of "
@@ -132,6 +158,8 @@ def _register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "apply": _apply_to_full,
+    "clip_grad_norm_": _clip_grad_norm_,
+    "no_sync": _no_sync,
     "check_is_root": _check_is_root,
     "register_comm_hook": _register_comm_hook,
     "summon_full_params": _summon,

@@ -60,6 +60,11 @@ def test_an_inner_module_is_no_root_any_more(world_size):
     assert inner.check_is_root()
     wrapped(model)
     assert not inner.check_is_root() and isinstance(inner, FSDP)
+    for method in (functools.partial(inner.clip_grad_norm_, 1.0), inner.no_sync):
+        with pytest.raises(RuntimeError, match="should only be called on the root FSDP instance"):
+            method()
+    with pytest.warns(UserWarning, match="with no gradients"):
+        assert model.clip_grad_norm_(1.0) == 0
 
 
 @on_ranks(1)
