@@ -19,6 +19,8 @@ from ..api import fsdp_compile
 from ..checks import check_bool, listed
 from ..errors import ConfigError
 from ..layout.options import OffloadConfig
+from ..layout.units import selected_modules
+from ..module.sharded_module import gain_methods
 from ..module.sharding import sharding_of
 from . import optimizer_state_dicts, state_dicts, wrapped
 from .mixed_precision import cast_buffers, mp_policy_of
@@ -75,17 +77,19 @@ class FullyShardedDataParallel(metaclass=WrappedType):
             raise ConfigError(f"device_mesh is a DeviceMesh, not {device_mesh!r}")
         OffloadConfig.of(cpu_offload, "cpu_offload")
         left_alone = _ignored(ignored_modules, ignored_states)
+        policy, ignored = _policy(auto_wrap_policy, fsdp_auto_wrap_policy, module), _parameters_of(left_alone, module)
+        selected = selected_modules(module, policy)
         with _moved(module, device_id):
             sharded = fsdp_compile(
                 module,
                 device_mesh,
                 process_group=process_group,
-                auto_wrap_policy=_policy(auto_wrap_policy, fsdp_auto_wrap_policy, module),
+                auto_wrap_policy=policy,
                 sharding_strategy=ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy,
                 mp_policy=None if mixed_precision is None else mp_policy_of(mixed_precision, module),
                 offload_policy=cpu_offload,
                 backward_prefetch=backward_prefetch,
-                ignored_params=_parameters_of(left_alone, module),
+                ignored_params=ignored,
                 param_init_fn=param_init_fn,
                 sync_module_states=sync_module_states,
                 backend=backend,
@@ -101,7 +105,8 @@ class FullyShardedDataParallel(metaclass=WrappedType):
             "limit_all_gathers": limit_all_gathers,
             "mixed_precision": MixedPrecision() if mixed_precision is None else mixed_precision,
         }
-        wrapped.mark(sharded, attributes)
+        wrapped.mark({sharded, *selected}, attributes)
+        gain_methods(sharded, wrapped.METHODS)
         return sharded
 
     fsdp_modules = staticmethod(wrapped.fsdp_modules)

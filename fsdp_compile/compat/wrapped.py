@@ -17,23 +17,17 @@ import torch.nn as nn
 
 from ..errors import ConfigError
 from ..module.full_parameters import SummonOptions, summon
-from ..module.sharded_module import ShardedMethods, gain_methods
-from ..module.sharding import Sharding, is_sharded, sharding_around, sharding_of
+from ..module.sharded_module import ShardedMethods
+from ..module.sharding import Sharding, is_sharded, sharding_around
 
 _MARK = "_fsdp_wrapped"
 
 
-def mark(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Mark `module`, which was sharded, and its units as wrapped; give it FSDP1's attributes and methods.
-
-    Attributes that it has of its own are not replaced.
-    """
-    units = set(sharding_of(module).units)
-    for name, part in module.named_modules():
-        if part is module or name in units:
-            vars(part)[_MARK] = True
-            vars(part).update({name: value for name, value in attributes.items() if not hasattr(part, name)})
-    gain_methods(module, _METHODS)
+def mark(modules: Collection[nn.Module], attributes: dict[str, Any]) -> None:
+    """Mark modules that were sharded as wrapped, and give them FSDP1's attributes, but for names that they have."""
+    for module in modules:
+        vars(module)[_MARK] = True
+        vars(module).update({name: value for name, value in attributes.items() if not hasattr(module, name)})
 
 
 def is_wrapped(module: object) -> bool:
@@ -156,7 +150,7 @@ def _register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]
     )
 
 
-_METHODS: dict[str, Callable[..., Any]] = {
+METHODS: dict[str, Callable[..., Any]] = {
     "apply": _apply_to_full,
     "clip_grad_norm_": _clip_grad_norm_,
     "no_sync": _no_sync,
