@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from ..layout.buckets import Slot
 from ..runtime.flat_shard import FlatShard
 from ..runtime.gathering import Gathering
 from ..runtime.views import laid_out_as, local_tensor, local_views, part_of_rank
-from .sharding import Sharding, sharding_of
+from .sharding import Sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +75,24 @@ class Full:
 
 
 @contextmanager
-def summon(model: nn.Module, options: SummonOptions) -> Iterator[None]:
-    """`model.summon_full_params`, whose arguments are checked."""
-    sharding = sharding_of(model)
+def summon(
+    model: nn.Module,
+    options: SummonOptions,
+    sharding: Sharding,
+    only: Collection[nn.Parameter] | None = None,
+) -> Iterator[None]:
+    """`model.summon_full_params`, whose arguments are checked.
+
+    Args:
+        model: what was sharded, or a part of it.
+        sharding: that of the whole.
+        only: which parameters of `model`; None is all.
+    """
     sharding.refuse_if_summoned("summon_full_params")
     if sharding.running:
         raise RuntimeError("summon_full_params was called in a forward or a backward: call it between them")
     sharding.check()
-    fulls = list(_full_parameters(model, sharding, options))
+    fulls = list(_full_parameters(model, sharding, options, set(model.parameters()) if only is None else only))
     places = _places(model, fulls)
     for module, name, full in places:
         module._parameters[name] = full.full
@@ -121,18 +131,23 @@ def _write_back(fulls: list[Full], replaced: list[str], *, with_grads: bool) -> 
         )
 
 
-def _full_parameters(model: nn.Module, sharding: Sharding, options: SummonOptions) -> Iterator[Full]:
+def _full_parameters(
+    model: nn.Module, sharding: Sharding, options: SummonOptions, only: Collection[nn.Parameter]
+) -> Iterator[Full]:
     """Gather one bucket after the other; nothing on ranks that are to receive nothing."""
     if sharding.mesh is None:
         for name, parameter in model.named_parameters():
+            if parameter not in only:
+                continue
             gradient = parameter.grad if options.with_grads else None
             yield Full(name, parameter, _parameter(parameter.detach(), gradient, parameter, options))
         return
     receives = not options.rank0_only or not any(sharding.mesh.get_coordinate() or [])
     for shard in sharding.shards:
-        fulls = _gather_bucket(shard, options)
-        if receives:
-            yield from fulls
+        if any(parameter in only for parameter in shard.parameters):
+            fulls = _gather_bucket(shard, options)
+            if receives:
+                yield from (full for full in fulls if full.parameter in only)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,8 +59,8 @@ def stop_being_root(model: nn.Module) -> None:
     """Take from a model what `become_sharded` gave it, except for the methods that were registered since."""
 
     def without(cls: type[nn.Module]) -> type[nn.Module]:
-        base, method = vars(cls)["_fsdp_base"], vars(cls).get("_fsdp_method")
-        return base if method is None else _with_method(without(base), method, vars(cls)[method])
+        base, methods = vars(cls)["_fsdp_base"], vars(cls).get("_fsdp_methods")
+        return base if methods is None else _with_methods(without(base), methods)
 
     model.__class__ = without(type(model))
 
@@ -82,11 +82,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not inspect.isfunction(method):
         raise ConfigError(f"{type(module).__name__} defines no method {method_name!r}")
     if is_reading(module):
-        module.__class__ = _with_method(type(module), method_name, _within(method, is_call=False))
+        gain_methods(module, {method_name: _within(method, is_call=False)})
 
 
-def _with_method(base: type[nn.Module], name: str, method: Callable[..., Any]) -> type[nn.Module]:
-    return generated_subclass(base, {name: method, "_fsdp_method": name})
+def gain_methods(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Give a module methods, in the place of those that it has; they stay when a model around it is sharded."""
+    module.__class__ = _with_methods(type(module), methods)
+
+
+def _with_methods(base: type[nn.Module], methods: Mapping[str, Callable[..., Any]]) -> type[nn.Module]:
+    return generated_subclass(base, {**methods, "_fsdp_methods": methods})
 
 
 def _within(method: Callable[..., Any], *, is_call: bool) -> Callable[..., Any]:
@@ -301,4 +306,5 @@ class ShardedMethods(nn.Module):
             RuntimeError: inside another one, or in a forward or backward. Inside the block the model cannot be called,
                 copied or pickled.
         """
-        return summon(self, SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads))
+        options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
+        return summon(self, options, sharding_of(self))

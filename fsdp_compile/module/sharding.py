@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateDictConfig
 
 from ..compiler.capture import activations_are_free
 from ..compiler.options import CompileConfig
@@ -63,7 +62,6 @@ class Sharding(Shards):
         looked: how much was registered on modules when one was last called, and looked through for new parameters.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
         post_optim_event: what the gathers of the next call wait for besides, once.
-        optimizer_state: what `compat.FullyShardedDataParallel.optim_state_dict` gives.
     """
 
     units: list[str]
@@ -81,7 +79,6 @@ class Sharding(Shards):
     looked: Looked = dataclasses.field(default_factory=lambda: Looked())
     is_summoned: bool = False
     post_optim_event: torch.Event | None = None
-    optimizer_state: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
 
     def __post_init__(self) -> None:
         self.running.prepare = self.prepare
@@ -248,6 +245,17 @@ def sharding_around(module: nn.Module) -> Sharding:
     """Of a module that was sharded by itself: its own, or that of the model which it became a part of."""
     found: Sharding = vars(module).get("_fsdp_sharding") or vars(module)["_fsdp_part_of"]
     return found
+
+
+def sharding_within(module: nn.Module) -> Sharding | None:
+    """The sharding of a model, or of the one that `module` is a part of; None if nothing of it is sharded."""
+    if is_sharded(module):
+        return sharding_of(module)
+    for part in module.modules():
+        running: Running | None = vars(part).get("_fsdp_running")
+        if running is not None and running.prepare is not None:
+            return running.prepare.__self__  # type: ignore[attr-defined,no-any-return]  # see __post_init__
+    return None
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -302,7 +302,7 @@ def test_ignored_modules_and_states(world_size):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"limit_all_gathers": False}, "limit_all_gathers"),
+        ({"limit_all_gathers": 0}, "limit_all_gathers is a bool"),
         ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads"),
         ({"ignored_states": [3]}, "ignored_states holds modules or parameters, not 3"),
     ],
@@ -317,8 +317,8 @@ def test_unsupported_arguments_raise_and_change_nothing(world_size, options, wor
         wrapped(model, unknown_option=1)
     with pytest.raises(ConfigError, match="shard_placement_fn"):
         fully_shard(model, shard_placement_fn=lambda parameter: "dim 0")
-    with pytest.raises(ConfigError, match="recurse=False"):
-        FSDP.summon_full_params(model, recurse=False)
+    with pytest.raises(ConfigError, match="recurse is a bool"):
+        FSDP.summon_full_params(model, recurse=0)
     with pytest.raises(ConfigError, match="takes the model that was sharded, and a OddMlp was given"):
         FSDP.summon_full_params(model)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -388,7 +388,7 @@ def test_state_dicts_of_fsdp1_are_full_or_sharded(world_size):
         assert (optimizer_state == {}) == (dist.get_rank() == 1)
         other_optimizer = adamw(other.parameters())
         with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT, optim_state_dict_config=of_first):
-            FSDP.optim_state_dict_to_load(other, other_optimizer, optimizer_state)
+            FSDP.optim_state_dict_to_load(other, other_optimizer, optimizer_state, load_directly=True)
     assert_close(train(other, other_optimizer, STEPS), train(model, optimizer, STEPS))
     with (
         pytest.raises(ConfigError, match="no configuration for"),

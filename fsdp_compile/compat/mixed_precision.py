@@ -1,0 +1,56 @@
+"""FSDP1's `MixedPrecision`, in the policies of FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+from ..checks import check_bool, check_dtype, listed
+from ..errors import ConfigError
+
+
+def mp_policy_of(mixed: MixedPrecision, module: nn.Module) -> Any:
+    """The policies that mean what FSDP1's MixedPrecision means.
+
+    Modules of the classes to ignore compute in fp32, and return what the rest computes in.
+    """
+    if not isinstance(mixed, MixedPrecision):
+        raise ConfigError(f"mixed_precision is a MixedPrecision of torch.distributed.fsdp, not {mixed!r}")
+    if mixed.keep_low_precision_grads:
+        raise ConfigError("keep_low_precision_grads is not supported: gradients have the dtype of their parameters")
+    _check_mixed(mixed)
+    casts = mixed.cast_forward_inputs or mixed.cast_root_forward_inputs
+    policy = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=casts)
+    ignored: dict[Any, MixedPrecisionPolicy] = {}
+    if mixed.param_dtype is not None:
+        whole = MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=mixed.param_dtype)
+        found = [kind for kind in mixed._module_classes_to_ignore if any(isinstance(m, kind) for m in module.modules())]
+        ignored = dict.fromkeys(found, whole)
+    if not ignored and mixed.cast_forward_inputs:
+        return policy  # units cast their inputs, too
+    return {"": policy, **ignored}
+
+
+def _check_mixed(mixed: MixedPrecision) -> None:
+    for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        check_dtype(f"mixed_precision: {field}", getattr(mixed, field))
+    for field in ("cast_forward_inputs", "cast_root_forward_inputs"):
+        check_bool(f"mixed_precision: {field}", getattr(mixed, field))
+    for kind in listed("mixed_precision: _module_classes_to_ignore", mixed._module_classes_to_ignore, "classes"):
+        if not isinstance(kind, type):
+            raise ConfigError(f"mixed_precision: _module_classes_to_ignore holds classes, not {kind!r}")
+
+
+def cast_buffers(module: nn.Module, mixed: MixedPrecision, ignored: Iterable[nn.Module]) -> None:
+    """Cast the floating point buffers of all modules but those that are ignored, or computed without the policy."""
+    left_alone = {inner for outer in ignored for inner in outer.modules()}
+    for owner in module.modules():
+        if owner in left_alone or isinstance(owner, tuple(mixed._module_classes_to_ignore)):
+            continue
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                owner._buffers[name] = buffer.to(mixed.buffer_dtype)

@@ -1,0 +1,190 @@
+"""What FSDP1's users do with wrapped modules besides training: find them, look at full parameters, save and load."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    OptimStateKeyType,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import ConfigError
+from fsdp_compile.compat import FullyShardedDataParallel as FSDP
+from tests.distributed.training import STEPS, adamw, assert_close, assert_same_parameters, full, global_batch, train
+from tests.models import build
+from tests.ranks import on_ranks
+
+wrapped = functools.partial(FSDP, backend="aot_eager")
+
+
+def nested(name="gpt", **options):
+    model = build(name)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrapped(block, **options)
+    return wrapped(model, **options)
+
+
+def by_policy():
+    model = build("gpt")
+    return wrapped(model, auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}))
+
+
+@pytest.mark.parametrize("make", [nested, by_policy])
+@on_ranks(1, 2)
+def test_modules_that_were_wrapped_are_found(world_size, make):
+    model = make()
+    blocks = list(model.blocks)
+    assert FSDP.fsdp_modules(model) == [model, *blocks] == model.fsdp_modules(model)
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
+    assert all(isinstance(block, FSDP) for block in blocks) and not isinstance(model.norm, FSDP)
+    assert FSDP.fsdp_modules(nn.ModuleList([nn.Linear(2, 2), model]), root_only=True) == [model]
+    assert model.check_is_root()
+    assert [isinstance(part, FSDP) for part in copy.deepcopy(model).blocks] == [True] * len(blocks)
+    strategy = ShardingStrategy.FULL_SHARD if world_size > 1 else ShardingStrategy.NO_SHARD
+    assert {part.sharding_strategy for part in FSDP.fsdp_modules(model)} == {strategy}
+
+
+@on_ranks(2)
+def test_an_inner_module_is_no_root_any_more(world_size):
+    model = build("gpt")
+    inner = wrapped(model.blocks[0])
+    assert inner.check_is_root()
+    wrapped(model)
+    assert not inner.check_is_root() and isinstance(inner, FSDP)
+    for method in (functools.partial(inner.clip_grad_norm_, 1.0), inner.no_sync):
+        with pytest.raises(RuntimeError, match="should only be called on the root FSDP instance"):
+            method()
+    with pytest.warns(UserWarning, match="with no gradients"):
+        assert model.clip_grad_norm_(1.0) == 0
+
+
+@on_ranks(1)
+def test_a_single_rank_shards_nothing_and_says_so(world_size):
+    with pytest.warns(UserWarning, match="NO_SHARD"):
+        wrapped(build("odd_mlp"))
+
+
+@on_ranks(2)
+def test_full_parameters_of_a_part_and_of_what_holds_several(world_size):
+    expected, model = build("gpt"), nested()
+    with FSDP.summon_full_params(model.blocks[0]):
+        assert_close(dict(model.blocks[0].named_parameters()), dict(expected.blocks[0].named_parameters()))
+        assert isinstance(next(model.blocks[1].parameters()), DTensor)
+        with torch.no_grad():
+            model.blocks[0].up.weight.fill_(3)
+    assert full(model.blocks[0].up.weight).eq(3).all()
+    with model.summon_full_params(model, recurse=False, writeback=False):
+        own = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    assert own == [name for name, _ in expected.named_parameters() if not name.startswith("blocks.")]
+    several = nn.ModuleList([nn.Linear(2, 2), wrapped(nn.Linear(4, 4)), wrapped(nn.Linear(3, 3))])
+    with FSDP.summon_full_params(several):
+        assert not any(isinstance(parameter, DTensor) for parameter in several.parameters())
+    assert sum(isinstance(parameter, DTensor) for parameter in several.parameters()) == 4
+    with pytest.raises(ConfigError, match="rank0_only=True"):
+        model.summon_full_params(rank0_only=True)
+
+
+@on_ranks(2)
+def test_apply_sees_full_parameters_and_keeps_what_it_writes(world_size):
+    def initialise(module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+
+    expected, model = build("gpt"), nested()
+    for each in (expected, model):
+        torch.manual_seed(5)
+        assert each.apply(initialise) is each
+    assert_same_parameters(model, expected)
+
+
+@on_ranks(2)
+def test_the_type_of_state_dicts_holds_until_it_is_set_again(world_size):
+    expected, model = build("gpt"), nested()
+    before = FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True))
+    assert before.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    assert FSDP.get_state_dict_type(model.blocks[0]).state_dict_config == FullStateDictConfig(rank0_only=True)
+    for part, whole in ((model, expected), (model.blocks[0], expected.blocks[0])):
+        state = part.state_dict()
+        assert_close(dict(state), dict(whole.state_dict()) if dist.get_rank() == 0 else {})
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)):
+        assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.FULL_STATE_DICT
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+
+
+def loaded_by_shard(state, model, optimizer):
+    return FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
+
+
+def loaded_by_scatter(state, model, optimizer):
+    state = state if dist.get_rank() == 0 else None
+    return FSDP.scatter_full_optim_state_dict(state, model, optim_input=list(model.parameters()))
+
+
+def loaded_by_flatten(state, model, optimizer):
+    return FSDP.flatten_sharded_optim_state_dict(state, model, optimizer)
+
+
+def loaded_by_rekeying(state, model, optimizer):
+    numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, optim=optimizer)
+    assert set(numbered["state"]) == set(range(len(numbered["state"])))
+    named = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, model, optim=optimizer)
+    assert list(named["state"]) == list(state["state"])
+    return FSDP.shard_full_optim_state_dict(named, model, optim=optimizer)
+
+
+@pytest.mark.parametrize("load", [loaded_by_shard, loaded_by_scatter, loaded_by_flatten, loaded_by_rekeying])
+@on_ranks(2)
+def test_an_optimizer_resumes_from_each_kind_of_state(world_size, load):
+    expected = build("odd_mlp")
+    expected_optimizer = adamw(expected.parameters())
+    train(expected, expected_optimizer, STEPS, batch=global_batch)
+    model = wrapped(build("odd_mlp"))
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, STEPS)
+    state = (
+        FSDP.sharded_optim_state_dict(model, optimizer)
+        if load is loaded_by_flatten
+        else FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    )
+    for name, parameter in expected.named_parameters():
+        for key, value in state["state"][name].items():
+            assert_close(full(value), expected_optimizer.state[parameter][key])
+    other = wrapped(build("odd_mlp", seed=1))
+    other.load_state_dict(model.state_dict())
+    other_optimizer = adamw(other.parameters())
+    other_optimizer.load_state_dict(load(state, other, other_optimizer))
+    assert_close(train(other, other_optimizer, STEPS), train(model, optimizer, STEPS))
+    assert_same_parameters(other, model)
+
+
+@on_ranks(2)
+def test_full_states_are_on_the_first_rank_alone(world_size):
+    model = wrapped(build("odd_mlp"))
+    optimizer = adamw(model.parameters())
+    assert FSDP.sharded_optim_state_dict(model, optimizer)["state"] == {}
+    train(model, optimizer, STEPS)
+    assert bool(FSDP.full_optim_state_dict(model, optimizer)) == (dist.get_rank() == 0)
+    named = FSDP.optim_state_dict_to_load(
+        model, optimizer, FSDP.optim_state_dict(model, optimizer, optimizer.state_dict()), is_named_optimizer=True
+    )
+    assert all(isinstance(values["exp_avg"], DTensor) for values in named["state"].values())
+    strange = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    with pytest.raises(ConfigError, match=r"of shape \(2,\), is not in the model"):
+        FSDP.optim_state_dict(model, strange)
+
+
+@on_ranks(2)
+def test_communication_hooks_are_refused(world_size):
+    with pytest.raises(ConfigError, match="register_comm_hook is not supported"):
+        nested().register_comm_hook(None, lambda state, gradient: None)
