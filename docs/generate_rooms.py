@@ -33,6 +33,7 @@ FROM_THE_TOP = (
     "graphs",
     "dependence",
     "checks",
+    "progress",
     "environment",
     "errors",
     "passes",
