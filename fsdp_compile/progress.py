@@ -96,6 +96,10 @@ class Account:
             label = self._open[-1].label if self._open else ""
             return f"{self._title}{label}, {self._spent.get(label, 0.0):.0f} s"
 
+    def in_all(self) -> str:
+        """All phases, when they are over."""
+        return f"{self.so_far()}; {self.seconds:.0f} s in all"
+
     def so_far(self) -> str:
         """All phases, in the order in which they began."""
         with self._lock:
@@ -158,7 +162,7 @@ def end(*, failed: bool = False) -> None:
     reporter, _here.account, _here.reporter = _here.reporter, None, None
     if reporter is not None:
         reporter.end()
-    LOGGER.debug("%s; %.1f s in all", account.so_far(), account.seconds)
+    LOGGER.debug(account.in_all())
 
 
 def current() -> str | None:
@@ -240,7 +244,7 @@ class _Lines:
 
     def close(self, account: Account) -> None:
         if not account.failed:
-            self._write(f"{account.so_far()}; {account.seconds:.0f} s in all")
+            self._write(account.in_all())
 
 
 class _LiveLine:
@@ -266,6 +270,4 @@ class _LiveLine:
     def close(self, account: Account) -> None:
         self._live.stop()
         if not account.failed:
-            self._console.print(
-                Text(f"fsdp_compile: {account.so_far()}; {account.seconds:.0f} s in all"), soft_wrap=True
-            )
+            self._console.print(Text(f"fsdp_compile: {account.in_all()}"), soft_wrap=True)
