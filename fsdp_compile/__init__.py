@@ -6,6 +6,7 @@ A name is imported when it is first asked for: the command line shows its manual
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,10 +43,12 @@ _FILE_OF_NAME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if not name.startswith("_"):
+        importlib.import_module(".api", __name__)  # operators are registered, and the rooms are there as attributes
+    if name in __all__:
+        found = getattr(importlib.import_module(f".{_FILE_OF_NAME.get(name, 'errors')}", __name__), name)
+    elif (found := sys.modules.get(f"{__name__}.{name}")) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module(".api", __name__)  # whatever is asked for first, operators are registered and rooms loaded
-    found = getattr(importlib.import_module(f".{_FILE_OF_NAME.get(name, 'errors')}", __name__), name)
     globals()[name] = found
     return found
 

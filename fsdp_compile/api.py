@@ -54,6 +54,7 @@ from .planning.strategies import (
 from .progress import phase
 from .runtime.agreement import agreement_of
 from .runtime.groups import device_of, num_shards_of, resolve_mesh
+from .runtime.interruption import end_in_one_line
 from .runtime.meta import check_traced_on, off_meta, untouched
 from .runtime.wrappers import refuse_wrapped
 
@@ -156,6 +157,7 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.
     note_sharding(model, sharding)
     sharding.left = owners_left(model)
     become_sharded(model)
+    end_in_one_line()
     return model
 
 

@@ -135,8 +135,8 @@ def phase(label: str, *, of: str = "") -> Iterator[Phase]:
     entered = begin(label, of=of)
     try:
         yield entered
-    except BaseException:
-        end(failed=True)
+    except BaseException as e:
+        end(e)
         raise
     end()
 
@@ -151,11 +151,13 @@ def begin(label: str, *, of: str = "") -> Phase:
     return entered
 
 
-def end(*, failed: bool = False) -> None:
-    """What `phase` does at its end."""
+def end(error: BaseException | None = None) -> None:
+    """What `phase` does at its end. A KeyboardInterrupt is told what it has interrupted."""
     account = _here.account
     assert account is not None, "a phase ends that has not begun"
-    account.failed |= failed
+    account.failed |= error is not None
+    if isinstance(error, KeyboardInterrupt) and not hasattr(error, "__notes__"):
+        error.add_note(f"while {account.now()}")
     account.leave()
     if not account.is_over:
         return
@@ -163,11 +165,6 @@ def end(*, failed: bool = False) -> None:
     if reporter is not None:
         reporter.end()
     LOGGER.debug(account.in_all())
-
-
-def current() -> str | None:
-    """What this thread is at, and for how long; None if nothing is compiled."""
-    return None if _here.account is None else _here.account.now()
 
 
 def _is_shown() -> bool:

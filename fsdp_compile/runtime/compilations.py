@@ -130,4 +130,5 @@ def _begin(*_: object) -> None:
 def _end(*_: object) -> None:
     if _called.is_tracing:
         _called.is_tracing = False
-        progress.end(failed=sys.exc_info()[1] is not _called.handled)
+        error = sys.exc_info()[1]
+        progress.end(None if error is _called.handled else error)
