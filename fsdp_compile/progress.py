@@ -229,7 +229,7 @@ class _Lines:
     """A line for each phase that takes more than a second, and for every few seconds of it."""
 
     def __init__(self, write: Any) -> None:
-        self._write, self._said_at, self._said = write, -_SILENCE, ""
+        self._write, self._said_at, self._said = write, time.monotonic() - _UNMENTIONED, ""
 
     def show(self, account: Account) -> None:
         text, now = account.now(), time.monotonic()

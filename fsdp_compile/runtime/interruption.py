@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch._inductor.codecache import cache_dir
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ..environment import is_first_rank
 from ..progress import LOGGER
