@@ -104,11 +104,11 @@ class Account:
         """All phases, in the order in which they began."""
         with self._lock:
             self._settle()
-            current = self._open[-1].label if self._open else ""
+            shown = self._open[-1].label if self._open else max(self._spent, key=self._spent.__getitem__)
             spent = [
                 f"{label} {seconds:.0f} s{self._remarks.get(label, '')}"
                 for label, seconds in self._spent.items()
-                if seconds >= _WORTH_IT or label == current
+                if seconds >= _WORTH_IT or label == shown
             ]
         return f"{self._title}{', '.join(spent)}"
 
