@@ -144,10 +144,12 @@ def phase(label: str, *, of: str = "") -> Iterator[Phase]:
 def begin(label: str, *, of: str = "") -> Phase:
     """What `phase` does at its beginning, where no context can be."""
     entered = Phase(label)
-    if (account := _here.account) is None:
-        account = _here.account = Account(of)
-        _here.reporter = _Reporter(account) if _is_shown() else None
+    if (account := _here.account) is not None:
+        account.enter(entered)
+        return entered
+    account = _here.account = Account(of)
     account.enter(entered)
+    _here.reporter = _Reporter(account) if _is_shown() else None
     return entered
 
 
