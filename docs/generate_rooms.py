@@ -34,6 +34,7 @@ FROM_THE_TOP = (
     "graphs",
     "dependence",
     "checks",
+    "progress",
     "environment",
     "errors",
     "passes",

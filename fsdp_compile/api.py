@@ -52,8 +52,10 @@ from .planning.strategies import (
     first_ranks_choice,
     is_auto,
 )
+from .progress import phase
 from .runtime.agreement import agreement_of
 from .runtime.groups import device_of, num_shards_of, resolve_mesh
+from .runtime.interruption import end_in_one_line
 from .runtime.meta import check_traced_on, off_meta, untouched
 from .runtime.wrappers import refuse_wrapped
 
@@ -138,6 +140,11 @@ def shard(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: Any) ->
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.Module:
+    with phase("sharding", of=type(model).__name__):
+        return _sharded(model, mesh, options)
+
+
+def _sharded(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.Module:
     check_example_inputs(options.sharding_strategy, options.example_inputs)
     reason = None
     if options.is_auto:
@@ -153,6 +160,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.Mo
     note_sharding(model, sharding)
     sharding.left = owners_left(model)
     become_sharded(model)
+    end_in_one_line()
     return model
 
 
@@ -218,7 +226,8 @@ def _choose(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> tupl
 
     def choose() -> Choice:
         try:
-            return best_strategy(rewrites, goal)
+            with phase("choosing a strategy"):
+                return best_strategy(rewrites, goal)
         except CaptureError as e:
             raise CaptureError(f"sharding_strategy='auto' calls the model with example_inputs: {e}") from e
 

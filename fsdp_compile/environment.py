@@ -18,6 +18,13 @@ def poisons() -> bool:
     return value == "1"
 
 
+def is_first_rank() -> bool:
+    """Whether this process is the one that speaks for all, also before there is a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
 def local_world_size() -> int | None:
     """How many ranks torchrun has started on this host, if it has."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None

@@ -193,7 +193,7 @@ def test_the_doctor_says_what_is_wrong(capsys, monkeypatch):
 
 
 def test_the_doctor_prints_errors_as_they_are(capsys, monkeypatch):
-    monkeypatch.setattr("fsdp_compile.cli.main.examine", lambda: [Finding("2 ranks", "KeyError: '[blue]'", False)])
+    monkeypatch.setattr("fsdp_compile.cli.commands.examine", lambda: [Finding("2 ranks", "KeyError: '[blue]'", False)])
     with pytest.raises(SystemExit):
         main(["doctor"])
     assert "2 ranks: KeyError: '[blue]' wrong" in capsys.readouterr().out

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..costs.hardware import HARDWARE
-from ..errors import ConfigError
+from .names import HARDWARE
 
 _LAUNCH = Path(__file__).parents[1] / "emulation/launch.py"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -42,7 +41,7 @@ def add_build(commands: Any) -> None:
     build.add_argument("--param-dtype", choices=DTYPES, help="what parameters are gathered in (default: their own)")
     build.add_argument("--reduce-dtype", choices=DTYPES, help="what gradients are reduced in (default: as gathered)")
     build.add_argument("--offload", action="store_true", help="keep shards on the CPU, in pinned memory")
-    build.add_argument("--hardware", default="h100", choices=list(HARDWARE), help="(default: h100)")
+    build.add_argument("--hardware", default="h100", choices=HARDWARE, help="(default: h100)")
     build.add_argument("--out", default="build/gpu", metavar="DIRECTORY", help="(default: build/gpu)")
     build.set_defaults(run=_build)
 
@@ -55,7 +54,7 @@ def add_emulate(commands: Any) -> None:
         "compiled as on a real one. Needs what build needs.",
         epilog="example: fsdp-compile emulate --hardware h100 look.py",
     )
-    emulate.add_argument("--hardware", default="h100", choices=list(HARDWARE), help="(default: h100)")
+    emulate.add_argument("--hardware", default="h100", choices=HARDWARE, help="(default: h100)")
     emulate.add_argument("script", metavar="SCRIPT")
     emulate.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="what the script is given")
     emulate.set_defaults(run=_emulate)
@@ -66,6 +65,8 @@ def _build(options: argparse.Namespace) -> None:
 
 
 def _emulate(options: argparse.Namespace) -> None:
+    from ..errors import ConfigError
+
     if not options.script.endswith(".py") or not Path(options.script).is_file():
         raise ConfigError(f"there is no script {options.script!r}: a file that ends in .py")
     _launch(options.hardware, options.script, *options.arguments)

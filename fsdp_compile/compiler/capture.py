@@ -21,6 +21,7 @@ import torch._functorch.config
 import torch.fx
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -31,6 +32,7 @@ from ..passes import analysis, ops
 from ..passes.halves import Halves
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
+from ..progress import phase
 from ..runtime.backward import BucketGradient
 from ..runtime.compilations import Compilations
 from ..runtime.given import HasGradient, Results
@@ -110,9 +112,7 @@ class Capture:
             if (static := kwargs.get("static_input_idxs")) is not None:
                 kwargs["static_input_idxs"] = partitioner.static(graph, static)
             with uncollected(), fast_matmuls(), whole_copies(), few_casts():
-                compiled = (
-                    compile_fx_inner(graph, inputs, **kwargs) if self.generates_code else _as_it_is(graph, inputs)
-                )
+                compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph, inputs)
             return self._noting(compiled, graph, partitioner) if kwargs.get("is_backward") else compiled
 
         patches = {"custom_partitioner_fn": partitioner, **self.options}
@@ -122,7 +122,8 @@ class Capture:
         if not self.generates_code:
             patches, decompositions = {**_AS_EAGER, **patches}, {}
         # A hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`.
-        with uncollected(), torch._functorch.config.patch(enable_autograd_cache=False), capturing():
+        not_cached = torch._functorch.config.patch(enable_autograd_cache=False)
+        with uncollected(), not_cached, capturing(), phase("tracing"):
             compiled: Any = compile_fx(
                 gm, example_inputs, inner_compile=inner_compile, config_patches=patches, decompositions=decompositions
             )
@@ -141,8 +142,9 @@ class Capture:
             copied = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
             return RewrittenGraphs.of(pipeline.draft_inference(copied))
 
-        plan = None if self.plan is None else self.plan(_program("inference", gm.graph), draft)
-        self.on_graphs(RewrittenGraphs.of(self.pipeline(plan).rewrite_inference(gm), plan=plan))
+        with phase("rewriting"):
+            plan = None if self.plan is None else self.plan(_program("inference", gm.graph), draft)
+            self.on_graphs(RewrittenGraphs.of(self.pipeline(plan).rewrite_inference(gm), plan=plan))
 
     def _noting(
         self, compiled: Callable[..., Any], graph: torch.fx.GraphModule, partitioner: Partitioner
@@ -220,15 +222,20 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        static_inputs = kwargs.get("static_lifetime_input_indices") or ()
+        with phase("rewriting"):
+            return self._rewritten(gm, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices") or ())
+
+    def _rewritten(
+        self, gm: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         pipeline = self.capture.pipeline(None)
         if self.capture.plan is None:
-            plan, halves = None, pipeline.split(gm, kwargs["num_fwd_outputs"], static_inputs)
+            plan, halves = None, pipeline.split(gm, num_fwd_outputs, static_inputs)
         else:
             gm.graph.set_codegen(
                 torch.fx.graph.CodeGen()
             )  # copies of what takes trees as arguments come with a warning
-            split = _Splits(gm, pipeline, kwargs["num_fwd_outputs"], static_inputs)
+            split = _Splits(gm, pipeline, num_fwd_outputs, static_inputs)
             plan = self.capture.plan(_program("training", gm.graph), split.draft)
             halves = split.of(plan.activations if plan else None)
         forward, backward = self.capture.pipeline(plan).rewrite_halves(halves)
@@ -279,6 +286,18 @@ def bucket_gradients(backward: torch.fx.Graph) -> list[BucketGradient]:
                 )
             )
     return found
+
+
+def _generated(graph: torch.fx.GraphModule, inputs: Sequence[Any], arguments: dict[str, Any]) -> Any:
+    """The graph as Inductor compiles it."""
+    hits, misses = (counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss"))
+    with phase(f"compiling the {'backward' if arguments.get('is_backward') else 'forward'}") as compiling:
+        compiled = compile_fx_inner(graph, inputs, **arguments)
+        if counters["inductor"]["fxgraph_cache_hit"] > hits:
+            compiling.remark = " (from the cache)"
+        elif counters["inductor"]["fxgraph_cache_miss"] > misses:
+            compiling.remark = " (cached for next time)"
+    return compiled
 
 
 def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -340,7 +359,8 @@ def capture_only(
     try:
         # Sizes stay numbers, whatever those of other calls were; and by its own name, this makes no symbols of those.
         call = _calling(model, "rewrite_")
-        torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+        with phase("tracing", of=type(model).__name__):
+            torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except BackendCompilerFailed as e:
         if isinstance(e.inner_exception, _Captured):
             return e.inner_exception.graphs

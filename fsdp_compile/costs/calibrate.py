@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
+from ..progress import phase
 from ..runtime.gloo import TOGETHER, overlapping_group
 from ..runtime.groups import backend_of
 from ..runtime.inductor import onednn_is_faster, onednn_mm
@@ -35,6 +36,11 @@ _Send = Callable[[int, dist.ProcessGroup, torch.device], Callable[[], torch.Tens
 
 def calibrate(device: torch.device, *, name: str = "measured", ranks_per_node: int = 1) -> Hardware:
     """The profile of this machine, or of the cluster if a process group is initialised; every rank calls it."""
+    with phase("measuring the hardware"):
+        return _measured(device, name, ranks_per_node)
+
+
+def _measured(device: torch.device, name: str, ranks_per_node: int) -> Hardware:
     hardware = _compute(device, name, ranks_per_node)
     if dist.is_initialized() and dist.get_world_size() > 1:
         hardware = _communication(device, hardware)

@@ -14,6 +14,7 @@ from ..graphs import RewrittenGraphs
 from ..passes import ops
 from ..passes.plan import StepPlan
 from ..passes.printer import printed_name
+from .exposure import why_exposed
 from .hardware import HARDWARE, Hardware, find_hardware, hardware_of_gpu
 from .memory import Memory
 from .nodes import Compiler, full_bytes, num_bytes
@@ -122,7 +123,7 @@ def _lines(outline: Outline, prediction: Prediction | None) -> list[str]:
     else:
         texts += [
             str(prediction),
-            table([("exposed", _exposed(prediction) or "nothing")]),
+            table(("exposed", text) for text in _exposed(prediction) or ["nothing"]),
             table(("could change", text) for text in _changes(prediction) or ["nothing that is predicted to help"]),
         ]
     return [f"  {line}" for text in texts for line in text.splitlines()]
@@ -159,9 +160,13 @@ def _collectives(work: Work) -> str:
     return "; ".join(texts)
 
 
-def _exposed(prediction: Prediction) -> str:
+def _exposed(prediction: Prediction) -> list[str]:
+    """The longest, with the pass that placed what is waited for."""
     waits = sorted(prediction.timeline.exposed.items(), key=lambda item: -item[1])
-    return ", ".join(f"{time_text(seconds)} for {_what(wait, prediction)}" for wait, seconds in waits[:_SHOWN])
+    return [
+        f"{time_text(seconds)} for {_what(wait, prediction)}; {why_exposed(wait, prediction)}"
+        for wait, seconds in waits[:_SHOWN]
+    ]
 
 
 def _what(wait: torch.fx.Node, prediction: Prediction) -> str:

@@ -21,6 +21,7 @@ from ..errors import ConfigError
 from ..graphs import Draft
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
+from ..progress import phase
 from .chains_of_graphs import SAME, Estimate, StepChains
 
 MARGIN = 0.05
@@ -208,7 +209,8 @@ class Planner:
         return plan
 
     def _made(self, draft: Draft) -> str:
-        plan = find_plan(draft, self.leeway, self.goal).plan
+        with phase("planning"):
+            plan = find_plan(draft, self.leeway, self.goal).plan
         return plan.to_json() if plan else ""
 
 

@@ -37,6 +37,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CaptureError, ConfigError, RankError, one_line
+from ..progress import phase
 from . import gloo
 from .comparison import SAME, ComparisonKeys, Keys, Opened, Raised, Statement, difference, digest_of
 from .places import Place, Track, Visit, at, parted
@@ -364,6 +365,10 @@ class Agreement:
         Args:
             what_is_wrong: what to say when time is over.
         """
+        with phase("waiting for the other ranks"):
+            return self._asked_until_told(ask, what_is_wrong)
+
+    def _asked_until_told(self, ask: Callable[[], str | None], what_is_wrong: Callable[[], str]) -> str:
         begin, hears_at = time.monotonic(), TICK
         longest_pause = min(max(len(self.ranks) / _LOOKS_OF_ALL, 0.02), _LONGEST_PAUSE)
         while (found := ask()) is None:

@@ -1,23 +1,32 @@
 """Compilations: how often Dynamo broke the graph of a model or compiled it again, and why.
 
-Both make steps slow in silence. The counters that are read are private, as of torch 2.11 to 2.15.
+Both make steps slow in silence. The counters that are read, and what Dynamo calls when it begins to compile and when it
+ends, are private, as of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, get_compilation_metrics
 
+from .. import progress
+from ..environment import is_first_rank
 from ..errors import CompilationWarning
 
 # A graph each for training, for evaluation and for gradients that are kept (`no_sync`) is as it should be.
 _EXPECTED = ("grad_mode", ".training", ".gradient ", ".accumulated", "_fsdp_running")
 _CALLER = 8  # frames up from a warning stands the call of the model
+_MANUAL = "model.explain() lists them, docs/debugging.md says what to do"
+_NUMBER = re.compile(r"^\d+/\d+: ")  # of a compiled graph
 _RESUMED = "torch_dynamo_resume_in"  # begins the name of what comes after a graph break
 
 
@@ -41,7 +50,8 @@ class Compilations:
         breaks, before = dict(counters["graph_break"]), get_compilation_metrics()
         last = before[-1] if before else None
         try:
-            yield
+            with _saying(model):
+                yield
         finally:
             metrics = get_compilation_metrics()
             if metrics and metrics[-1] is not last:
@@ -54,13 +64,19 @@ class Compilations:
         for why in reasons:
             if why not in self.breaks:
                 self.breaks.append(why)
-                warnings.warn(f"the graph of {model} breaks: {why}", CompilationWarning, stacklevel=_CALLER)
+                self._warn(f"the graph of {model} breaks: {_brief(why)}")
 
     def _note_again(self, model: str, reasons: list[str]) -> None:
         for why in reasons:
-            if why not in self.again and not any(part in why for part in _EXPECTED):
-                warnings.warn(f"{model} was compiled again: {why}", CompilationWarning, stacklevel=_CALLER)
+            known = {_brief(each) for each in self.again}
+            if _brief(why) not in known and not any(part in why for part in _EXPECTED):
+                self._warn(f"{model} was compiled again: {_brief(why)}")
             self.again[why] += 1
+
+    def _warn(self, text: str) -> None:
+        """In one line; what one rank compiles, the others do as well."""
+        if is_first_rank():
+            warnings.warn(f"{text} ({_MANUAL})", CompilationWarning, stacklevel=_CALLER + 1)
 
     def __str__(self) -> str:
         """One line for each reason; none where nothing was seen."""
@@ -72,3 +88,47 @@ class Compilations:
 
 def _line(why: str) -> str:
     return " ".join(why.split())
+
+
+def _brief(why: str) -> str:
+    """What a reason begins with, and how Dynamo explains it; without the number of the graph."""
+    first, *others = why.strip().splitlines() or [""]
+    explained = [line.strip() for line in others if line.strip().startswith("Explanation:")]
+    return _line(" ".join([_NUMBER.sub("", first), *explained[:1]]))
+
+
+class _Called(threading.local):
+    """Which model this thread calls, and what was being handled when Dynamo began to compile."""
+
+    model: str | None = None
+    is_tracing = False
+    handled: BaseException | None = None
+
+
+_called = _Called()
+
+
+@contextmanager
+def _saying(model: str) -> Iterator[None]:
+    """Inside, progress is said of what Dynamo traces."""
+    if _begin not in callback_handler.start_callbacks:  # nor after torch._dynamo.reset()
+        callback_handler.register_start_callback(_begin)
+        callback_handler.register_end_callback(_end)
+    before, _called.model = _called.model, model
+    try:
+        yield
+    finally:
+        _called.model = before
+
+
+def _begin(*_: object) -> None:
+    if _called.model is not None and not _called.is_tracing:
+        _called.is_tracing, _called.handled = True, sys.exc_info()[1]
+        progress.begin("tracing", of=_called.model)
+
+
+def _end(*_: object) -> None:
+    if _called.is_tracing:
+        _called.is_tracing = False
+        error = sys.exc_info()[1]
+        progress.end(None if error is _called.handled else error)

@@ -21,10 +21,23 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium, a pa
 MEGABYTES = 1 << 20
 
 
+ALONE = (  # without a display, a network, or what another browser of this user is doing
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+)
+
+
 def opened(path):
     """What the browser makes of a page, and what it says on its console."""
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    found = subprocess.run([*command, f"file://{path}"], capture_output=True, text=True, timeout=120, check=True)
+    profile = f"--user-data-dir={path.parent / 'profile'}"
+    command = [BROWSER, *ALONE, profile, "--enable-logging=stderr", "--dump-dom", f"file://{path}"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     said = [line for line in found.stderr.splitlines() if "CONSOLE" in line]
     return found.stdout, said
 
