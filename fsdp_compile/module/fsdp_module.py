@@ -280,7 +280,7 @@ class ShardedUnit(FSDPModule, nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """What `.to`, `.half` and `.cuda` do, for sharded parameters; torch's would look for FSDP2's state."""
         self.reshard()
-        return super(FSDPModule, self)._apply(*args, **kwargs)
+        return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """As of any module; what was unsharded at or below it is resharded before."""
