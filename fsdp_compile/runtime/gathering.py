@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from ..layout.buckets import Slot
@@ -36,7 +38,8 @@ class Gathering:
         layout = self._shard.layout
         gathered = self._pending
         if layout.shards.size > 1:
-            with running_alone("", self._shard.agreement):
+            agreement = self._shard.agreement
+            with contextlib.nullcontext() if agreement is None else agreement.running():
                 gathered = wait(gathered)
         return [_full(gathered.view(layout.shards.size, -1), slot) for slot in layout.slots]
 
