@@ -35,6 +35,7 @@ from .module.decision import (
     statement_of_decision,
 )
 from .module.newcomers import newcomers, owners_left, refuse
+from .module.pretrained import mark_pretrained
 from .module.reading import reading_copy
 from .module.replacement import shard_parameters
 from .module.sharded_module import become_sharded
@@ -150,6 +151,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.Mo
     note_sharding(model, sharding)
     sharding.left = owners_left(model)
     become_sharded(model)
+    if decision.mesh is not None:
+        mark_pretrained(model, decision.mesh.size())
     return model
 
 

@@ -31,6 +31,7 @@ from ..runtime.views import without_offset
 from . import saving
 from .full_parameters import SummonOptions, summon
 from .loading import shard_state
+from .pretrained import saving_whole
 from .reading import generated_subclass, is_reading
 from .sharding import Sharding, note_sharding, sharding_of
 
@@ -44,6 +45,8 @@ def become_sharded(model: nn.Module) -> None:
     }
     if is_reading(model):
         gained["forward"] = _within(type(model).forward, is_call=True)
+    if hasattr(model, "save_pretrained"):
+        gained["save_pretrained"] = saving_whole(type(model).save_pretrained)
     model.__class__ = generated_subclass(type(model), gained, ShardedModule)
 
 
