@@ -6,14 +6,13 @@ it is prepared. With no plugin for FSDP, an Accelerator saves what `get_state_di
 optimizers, from the first process: full tensors, here.
 
 Of accelerate 1.15: that it reads `_is_accelerate_prepared` in `prepare_model`, whose `self` and `evaluation_mode` are
-looked at, and holds its optimizers in `_optimizers`. Of transformers 5.23: that a Trainer calls `prepare_model`.
+looked at, and holds its optimizers in `_optimizers`.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -22,7 +21,6 @@ import torch.nn as nn
 from torch import optim
 
 from ..errors import ConfigError
-from .trainer import save_whole_optimizer_of
 from .whole_states import shard_optimizer_states, whole_optimizer_state, whole_state
 
 
@@ -30,16 +28,14 @@ def is_prepared(model: nn.Module, was_prepared: bool, asking: FrameType) -> bool
     """The answer to the frame that asks whether the sharded model is prepared: True once all but the wrapping is done.
 
     Raises:
-        ConfigError: it is to be compiled by accelerate, or saved as FSDP1's; or a Trainer would shard it.
+        ConfigError: accelerate was asked to compile it too, or to save it as FSDP1's, or a Trainer to shard it again.
     """
     accelerator, accelerate = asking.f_locals.get("self"), sys.modules.get("accelerate")
     if accelerate is None or not isinstance(accelerator, accelerate.Accelerator):
         return was_prepared
-    for caller in _callers(asking):
-        save_whole_optimizer_of(caller)
+    _refuse_plugin(accelerator, model, is_sharded_for_trainer=bool(asking.f_locals.get("evaluation_mode")))
     if asking.f_locals.get("evaluation_mode"):
         return was_prepared  # it does not wrap then
-    _refuse_what_it_cannot(accelerator, model)
     if not was_prepared and accelerator.prepare_model(model, device_placement=False, evaluation_mode=True) is not model:
         raise ConfigError("accelerate was asked to compile the model, which is compiled: leave dynamo_backend out")
     if str(accelerator.distributed_type) != "DistributedType.FSDP":
@@ -47,15 +43,10 @@ def is_prepared(model: nn.Module, was_prepared: bool, asking: FrameType) -> bool
     return True
 
 
-def _callers(frame: FrameType | None) -> Iterator[Any]:
-    """The objects whose methods are running, the innermost first."""
-    while frame is not None:
-        yield frame.f_locals.get("self")
-        frame = frame.f_back
-
-
-def _refuse_what_it_cannot(accelerator: Any, model: nn.Module) -> None:
+def _refuse_plugin(accelerator: Any, model: nn.Module, *, is_sharded_for_trainer: bool) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and is_sharded_for_trainer:
+        raise ConfigError("the model is sharded already: leave fsdp and fsdp_config out of TrainingArguments")
     fsdp1 = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel  # what accelerate will look up
     if plugin is not None and plugin.fsdp_version == 1 and not isinstance(model, fsdp1):
         raise ConfigError(
