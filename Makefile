@@ -11,7 +11,8 @@ REPORT ?= build/gpu-report.md
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
-RANKS := tests/distributed tests/test_examples.py tests/test_packaging.py tests/test_transformers.py
+RANKS := tests/distributed tests/test_examples.py tests/test_packaging.py tests/test_transformers.py \
+    tests/integrations
 
 .PHONY: demo test test-gpu check docs clean
 
