@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_trainer_trains_evaluates_saves_and_resumes_as_with_the_unsharded_model(shard, unsharded, folder):
     """The last batch of the evaluation is uneven. With torch's names it is FSDP2, in the same Trainer."""
     options = {**BEST, "save_only_model": True} if shard == "model" else {**BEST, **FSDP}
-    found = run_on_ranks(RANKS, functools.partial(train, **options), shard, folder / shard, RANKS, time_limit=150)[0]
+    found = run_on_ranks(RANKS, functools.partial(train, **options), shard, folder / shard, RANKS)[0]
     assert len(found.losses) == 4
     torch.testing.assert_close(found.losses, unsharded.losses, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.norms, unsharded.norms, rtol=1e-3, atol=1e-4)
