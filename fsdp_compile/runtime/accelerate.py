@@ -107,9 +107,9 @@ class _TakesWhole:
 
 def _inner(optimizer: Any) -> optim.Optimizer:
     """The optimizer of torch inside accelerate's."""
-    return optimizer if isinstance(optimizer, optim.Optimizer) and not hasattr(optimizer, "optimizer") else _inner(
-        optimizer.optimizer
-    )
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer  # type: ignore[no-any-return]
 
 
 def _is_ours(model: nn.Module) -> bool:

@@ -50,4 +50,6 @@ def shard_optimizer_states(optimizer: optim.Optimizer) -> None:
         for name, value in states.items():
             if torch.is_tensor(value) and not isinstance(value, DTensor) and value.shape == parameter.shape:
                 placed = value.to(parameter.device_mesh.device_type)
-                states[name] = distribute_tensor(placed, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                states[name] = distribute_tensor(
+                    placed, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )

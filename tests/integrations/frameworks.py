@@ -18,7 +18,7 @@ __all__ = ["VOCABULARY", "Rows", "as_launched", "fsdp_on_cpu", "llama"]
 
 @contextlib.contextmanager
 def as_launched() -> Iterator[None]:
-    """Inside, accelerate finds what torchrun sets, and nothing of an earlier test; without a process group, one process."""
+    """Inside, accelerate finds what torchrun sets, and nothing of an earlier test."""
     values = {"ACCELERATE_USE_CPU": "true"}
     if dist.is_initialized():
         rank, size = str(dist.get_rank()), str(dist.get_world_size())

@@ -48,9 +48,7 @@ def steps(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Opt
 
 def prepared(shard: str, seed: int, world_size: int, precision: str) -> tuple[Accelerator, nn.Module, object, object]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if shard in ("install", "torch") else None
-    accelerator = Accelerator(
-        gradient_accumulation_steps=2, cpu=True, fsdp_plugin=plugin, mixed_precision=precision
-    )
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, fsdp_plugin=plugin, mixed_precision=precision)
     model = build(seed)
     if shard == "model":
         fsdp_compile(model, backend="aot_eager")
@@ -119,7 +117,9 @@ def test_autocast_of_accelerate_is_that_of_the_unsharded_model(world_size):
     with as_launched():
         _, model, *_ = prepared("model", 0, world_size, "bf16")
         seen = []
-        model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+        model.model.layers[0].mlp.down_proj.register_forward_hook(
+            lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
+        )
         logits = model(input_ids=Rows(1)[0]["input_ids"][None]).logits
         assert all(seen) and seen and logits.dtype == torch.float32
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from fsdp_compile import compat, fsdp_compile
 from tests.integrations.frameworks import Rows, as_launched, fsdp_on_cpu, llama
