@@ -13,8 +13,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.distributed.fsdp as of_torch
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule as of_torch_module
+from torch.distributed.fsdp import FullyShardedDataParallel as of_torch_wrapper
+from torch.distributed.fsdp import fully_shard as _fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as _register
 
 from ..compiler.options import CompileConfig
 from ..module import sharded_module
@@ -120,35 +123,34 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 class _EitherType(ShardedType):
     """isinstance is whether a model is sharded, by us or by torch."""
 
-    of_torch: type
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or isinstance(instance, of_torch_module)
+
+
+class _WrapperType(ShardedType):
+    """isinstance is whether a model is torch's wrapper: frameworks take `.module` until it is none, and ours has none."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return super().__instancecheck__(instance) or isinstance(instance, cls.of_torch)
+        return isinstance(instance, of_torch_wrapper)
 
 
 class FSDPModule(OurFSDPModule, metaclass=_EitherType):
     """torch.distributed.fsdp.FSDPModule, while it is replaced."""
 
-    of_torch = of_torch.FSDPModule
 
-
-class FullyShardedDataParallel(OurFullyShardedDataParallel, metaclass=_EitherType):
+class FullyShardedDataParallel(OurFullyShardedDataParallel, metaclass=_WrapperType):
     """torch.distributed.fsdp.FullyShardedDataParallel, while it is replaced."""
-
-    of_torch = of_torch.FullyShardedDataParallel
 
     def __new__(cls, *args: Any, **given: Any) -> nn.Module:  # type: ignore[misc]  # as the class that it extends
         options = _options(given)
         if options is None:
-            return cls.of_torch(*args, **given)  # type: ignore[no-any-return]
+            return of_torch_wrapper(*args, **given)
         return OurFullyShardedDataParallel(*args, **options)
 
 
-_fully_shard = of_torch.fully_shard
-_register = of_torch.register_fsdp_forward_method
 _PAIRS: tuple[tuple[Any, Any], ...] = (
     (fully_shard, _fully_shard),
     (register_fsdp_forward_method, _register),
-    (FSDPModule, of_torch.FSDPModule),
-    (FullyShardedDataParallel, of_torch.FullyShardedDataParallel),
+    (FSDPModule, of_torch_module),
+    (FullyShardedDataParallel, of_torch_wrapper),
 )

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn as nn
 from torch import optim
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..errors import ConfigError
 from .whole_states import shard_optimizer_states, whole_optimizer_state, whole_state
@@ -33,7 +34,7 @@ def is_prepared(model: nn.Module, was_prepared: bool, asking: FrameType) -> bool
     accelerator, accelerate = asking.f_locals.get("self"), sys.modules.get("accelerate")
     if accelerate is None or not isinstance(accelerator, accelerate.Accelerator):
         return was_prepared
-    _refuse_plugin(accelerator, model, is_sharded_for_trainer=bool(asking.f_locals.get("evaluation_mode")))
+    _refuse_plugin(accelerator, is_sharded_for_trainer=bool(asking.f_locals.get("evaluation_mode")))
     if asking.f_locals.get("evaluation_mode"):
         return was_prepared  # it does not wrap then
     if not was_prepared and accelerator.prepare_model(model, device_placement=False, evaluation_mode=True) is not model:
@@ -43,12 +44,12 @@ def is_prepared(model: nn.Module, was_prepared: bool, asking: FrameType) -> bool
     return True
 
 
-def _refuse_plugin(accelerator: Any, model: nn.Module, *, is_sharded_for_trainer: bool) -> None:
+def _refuse_plugin(accelerator: Any, *, is_sharded_for_trainer: bool) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and is_sharded_for_trainer:
         raise ConfigError("the model is sharded already: leave fsdp and fsdp_config out of TrainingArguments")
     fsdp1 = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel  # what accelerate will look up
-    if plugin is not None and plugin.fsdp_version == 1 and not isinstance(model, fsdp1):
+    if plugin is not None and plugin.fsdp_version == 1 and fsdp1 is FullyShardedDataParallel:
         raise ConfigError(
             "accelerate's plugin is for FSDP1, which would save the first rank's rows as the model: "
             "FullyShardedDataParallelPlugin(fsdp_version=2), or no plugin"

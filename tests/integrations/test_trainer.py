@@ -16,7 +16,10 @@ from tests.integrations.frameworks import Rows, as_launched, fsdp_on_cpu, llama
 from tests.ranks import run_on_ranks
 
 RANKS = 2
-FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}}
+FSDP = {
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
