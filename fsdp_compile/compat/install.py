@@ -128,7 +128,7 @@ class _EitherType(ShardedType):
 
 
 class _WrapperType(ShardedType):
-    """isinstance is whether a model is torch's wrapper: frameworks take `.module` until it is none, and ours has none."""
+    """isinstance is whether a model is torch's wrapper: frameworks take `.module` of wrappers until there is none."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, of_torch_wrapper)

@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from fsdp_compile import compat, fsdp_compile
+from fsdp_compile.errors import ConfigError
 from tests.integrations.frameworks import Rows, as_launched, fsdp_on_cpu, llama
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 
 RANKS = 2
-FSDP = {
+CONFIG = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
+FSDP = {"fsdp": True, "fsdp_config": CONFIG}
     "fsdp": True,
     "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"},
 }
@@ -29,7 +34,6 @@ class Trained:
     eval_losses: list[float]
     best: float | None = None
     resumed: list[float] = dataclasses.field(default_factory=list)
-    graphs: int = 0
 
 
 def build(**options: object) -> torch.nn.Module:
@@ -76,16 +80,15 @@ def train(shard: str, folder: Path, world_size: int, **options: object) -> Train
         trainer = trainer_of(make(build()), folder, world_size, **options)
         trainer.train()
         trainer.save_model(folder / "last")
-        graphs = len(trainer.model.graphs) if shard in ("model", "install") else 0
         if shard == "model":
-            return trained(trainer, best=trainer.state.best_metric, graphs=graphs)
+            return trained(trainer, best=trainer.state.best_metric)
         other = build()
         for parameter in other.parameters():
             torch.nn.init.normal_(parameter)
     with as_launched(), surroundings(shard):
         again = trainer_of(other, folder, world_size, **options)
         again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-        return trained(trainer, best=trainer.state.best_metric, resumed=history(again, "loss"), graphs=graphs)
+        return trained(trainer, best=trainer.state.best_metric, resumed=history(again, "loss"))
 
 
 @contextlib.contextmanager
@@ -102,27 +105,66 @@ BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
 
 
 @pytest.fixture(scope="module")
-def unsharded(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train("none", tmp_path_factory.mktemp("unsharded"), 1, **BEST)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sharded")
+def unsharded(folder: Path) -> Trained:
+    return train("none", folder / "none", 1, **BEST)
 
 
-@pytest.mark.parametrize("shard", ["model", "install", "torch"])
-def test_a_trainer_trains_evaluates_saves_and_resumes_as_with_the_unsharded_model(shard, unsharded, folder):
-    """The last batch of the evaluation is uneven. With torch's names it is FSDP2, in the same Trainer."""
+@pytest.fixture(scope="module")
+def fsdp2(folder: Path) -> Trained:
+    return run_on_ranks(RANKS, functools.partial(train, **BEST, **FSDP), "torch", folder / "torch", RANKS)[0]
+
+
+@pytest.mark.parametrize("shard", ["model", "install"])
+def test_a_trainer_trains_evaluates_saves_and_resumes(shard, unsharded, fsdp2, folder):
+    """The last batch of the evaluation is uneven: on several ranks, a Trainer counts some rows twice."""
     options = {**BEST, "save_only_model": True} if shard == "model" else {**BEST, **FSDP}
     found = run_on_ranks(RANKS, functools.partial(train, **options), shard, folder / shard, RANKS)[0]
     assert len(found.losses) == 4
-    torch.testing.assert_close(found.losses, unsharded.losses, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.norms, unsharded.norms, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(found.eval_losses, unsharded.eval_losses, rtol=1e-4, atol=1e-4)
+    for expected in (unsharded, fsdp2):
+        torch.testing.assert_close(found.losses, expected.losses, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.norms, expected.norms, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.eval_losses, fsdp2.eval_losses, rtol=1e-4, atol=1e-4)
+    assert found.best == pytest.approx(fsdp2.best, abs=1e-4)
     assert shard == "model" or found.resumed == found.losses
-    model, report = AutoModelForCausalLM.from_pretrained(folder / shard / "last", output_loading_info=True)
+    assert loss_of(folder / shard / "last") == pytest.approx(loss_of(folder / "none" / "last"), abs=1e-4)
+
+
+def loss_of(folder: Path) -> float:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
-    rows = Rows(5, seed=7)
-    losses = [model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.item() for row in rows]
-    assert sum(losses) / len(losses) == pytest.approx(found.best, abs=1e-4)  # the best model was loaded
+    row = Rows(1, seed=7)[0]["input_ids"][None]
+    return model(input_ids=row, labels=row).loss.item()
+
+
+@on_ranks(2)
+def test_what_a_trainer_cannot_do_is_said(world_size, tmp_path):
+    model = fsdp_compile(build(), backend="aot_eager")
+    with as_launched(), pytest.raises(ValueError, match="save_only_model=True"):
+        trainer_of(model, tmp_path, world_size)
+    with as_launched(), fsdp_on_cpu():
+        trainer = trainer_of(model, tmp_path, world_size, **FSDP, save_strategy="no")
+        with pytest.raises(ConfigError, match="leave fsdp and fsdp_config out"):
+            trainer.train()
+
+
+@on_ranks(2)
+def test_from_pretrained_shards_while_it_loads(world_size, tmp_path):
+    expected = build()
+    if dist.get_rank() == 0:
+        expected.save_pretrained(tmp_path / "checkpoint")
+    dist.barrier()
+    with compat.install(backend="aot_eager"):
+        config = DistributedConfig(fsdp_size=world_size)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", distributed_config=config)
+    row = Rows(1)[0]["input_ids"][None]
+    loss = model(input_ids=row, labels=row).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected(input_ids=row, labels=row).loss.item(), abs=1e-5)
+    assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "saved")
+    assert loss_of(tmp_path / "saved") == pytest.approx(loss_of(tmp_path / "checkpoint"))
