@@ -22,9 +22,6 @@ from tests.ranks import on_ranks, run_on_ranks
 RANKS = 2
 CONFIG = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 FSDP = {"fsdp": True, "fsdp_config": CONFIG}
-    "fsdp": True,
-    "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"},
-}
 
 
 @dataclasses.dataclass(frozen=True)
