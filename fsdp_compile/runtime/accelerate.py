@@ -16,6 +16,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import optim
@@ -100,7 +101,7 @@ class _TakesWhole:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        stand_in = {parameter: parameter.new_empty(1).to_local() for parameter in self._model.parameters()}
+        stand_in = {parameter: torch.empty(1) for parameter in self._model.parameters()}
         tied = dict(self._model.named_parameters(remove_duplicate=False))
         state = self._model.state_dict()
         return {name: stand_in.get(tied.get(name), value) for name, value in state.items()}  # type: ignore[arg-type]
