@@ -36,6 +36,7 @@ from .module.decision import (
     statement_of_decision,
 )
 from .module.newcomers import newcomers, owners_left, refuse
+from .module.pretrained import mark_pretrained
 from .module.reading import reading_copy
 from .module.replacement import shard_parameters
 from .module.sharded_module import become_sharded
@@ -161,6 +162,8 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.
     sharding.left = owners_left(model)
     become_sharded(model)
     end_in_one_line()
+    if decision.mesh is not None:
+        mark_pretrained(model, decision.mesh.size())
     return model
 
 

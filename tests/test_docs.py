@@ -15,6 +15,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # What a page takes for granted, where it shows a call rather than a program.
 GIVEN = {
+    "integrations.md": """
+import os
+os.environ["ACCELERATE_USE_CPU"] = "true"
+from tests.integrations.frameworks import Rows, llama
+llama().save_pretrained("checkpoint")
+dataset = Rows(8)
+""",
     "planning.md": """
 from tests.models import build
 from fsdp_compile import fsdp_compile, rewrite

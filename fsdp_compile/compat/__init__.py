@@ -9,5 +9,13 @@ from torch.distributed.fsdp import FSDPModule
 from ..module.sharded_module import register_fsdp_forward_method
 from .fully_shard import fully_shard
 from .fully_sharded_data_parallel import FullyShardedDataParallel
+from .install import Installation, install
 
-__all__ = ["FSDPModule", "FullyShardedDataParallel", "fully_shard", "register_fsdp_forward_method"]
+__all__ = [
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "Installation",
+    "fully_shard",
+    "install",
+    "register_fsdp_forward_method",
+]

@@ -30,6 +30,7 @@ from . import saving
 from .fsdp_module import become_fsdp_module
 from .full_parameters import SummonOptions, summon
 from .loading import shard_state
+from .pretrained import saving_whole
 from .reading import generated_subclass, is_reading
 from .sharding import Sharding, note_sharding, sharding_of
 
@@ -44,6 +45,9 @@ def become_sharded(model: nn.Module) -> None:
     }
     if is_reading(model):
         gained["forward"] = _within(type(model).forward, is_call=True)
+    written: Any = type(model)
+    if hasattr(written, "save_pretrained"):
+        gained["save_pretrained"] = saving_whole(written.save_pretrained)
     model.__class__ = generated_subclass(type(model), gained, ShardedModule)
 
 

@@ -2,13 +2,14 @@
 
 They are refused where they first show: DistributedDataParallel and DataParallel of torch register the module as theirs;
 its FullyShardedDataParallel sets attributes of every module before it changes one; `fully_shard` and `replicate` note
-themselves on the module, and ask for the note; accelerate asks whether the model is prepared already.
+themselves on the module, and ask for the note. accelerate asks whether the model is prepared already, and is answered.
 
-Private, as of torch 2.11 to 2.15: those attributes, and the keys of those notes. Of accelerate 1.15: its attribute.
+Private, as of torch 2.11 to 2.15: those attributes, and the keys of those notes.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..errors import ConfigError
+from .accelerate import is_prepared
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 _FUNCTIONS = ("fully_shard", "replicate")
@@ -49,10 +51,10 @@ class RefusesWrappers:
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        if _sharded_parameters(self):  # type: ignore[arg-type]
-            instead = "leave it out of prepare(), and give that the optimizer, the scheduler and the data loaders"
-            raise _wraps("accelerate's prepare()", self, instead)
-        return bool(vars(self).get("_is_accelerate_prepared"))
+        was_prepared = bool(vars(self).get("_is_accelerate_prepared"))
+        if not _sharded_parameters(self):  # type: ignore[arg-type]
+            return was_prepared
+        return is_prepared(self, was_prepared, sys._getframe(1))  # type: ignore[arg-type]
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
@@ -66,7 +68,8 @@ class RefusesWrappers:
     @_fsdp_use_orig_params.setter
     def _fsdp_use_orig_params(self, value: bool) -> None:
         if _sharded_parameters(self):  # type: ignore[arg-type]
-            vars(self).pop("_is_fsdp_managed_module", None)
+            if not vars(self).get("_fsdp_use_orig_params"):  # else it was there before
+                vars(self).pop("_is_fsdp_managed_module", None)
             raise _wraps("FullyShardedDataParallel of torch", self)
         vars(self)["_fsdp_use_orig_params"] = value
 
@@ -98,9 +101,9 @@ def _sharded_parameters(module: nn.Module) -> list[str]:
     ]
 
 
-def _wraps(wrapper: str, module: Any, instead: str = "use the model as it is, or shard the whole") -> ConfigError:
+def _wraps(wrapper: str, module: Any) -> ConfigError:
     first = _sharded_parameters(module)[0]
     return ConfigError(
         f"{wrapper} around the {type(module).__name__}, whose {first} is sharded already. A call of what is sharded "
-        f"gathers its parameters, and the backward reduces their gradients: {instead}"
+        f"gathers its parameters, and the backward reduces their gradients: use the model as it is, or shard the whole"
     )

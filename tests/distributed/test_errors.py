@@ -311,13 +311,6 @@ class Outer(nn.Module):
         self.own, self.inner = nn.Linear(2, 2), inner
 
 
-def accelerate(model):
-    """What Accelerator.prepare does first."""
-    assert not getattr(model, "_is_accelerate_prepared", False)
-    model._is_accelerate_prepared = True
-    return model
-
-
 FSDP1 = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
 WRAPPERS = {
     "DistributedDataParallel": DistributedDataParallel,
@@ -325,7 +318,6 @@ WRAPPERS = {
     "FullyShardedDataParallel": FSDP1,
     "fully_shard": torch.distributed.fsdp.fully_shard,
     "replicate": torch.distributed._composable.replicate,
-    "accelerate": accelerate,
 }
 
 
@@ -346,7 +338,7 @@ def test_a_wrapper_around_a_sharded_model(wrapper):
     copy.deepcopy(model)(*batch)
 
 
-@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "accelerate"])
+@pytest.mark.parametrize("wrapper", list(WRAPPERS))
 def test_a_model_that_a_wrapper_holds(wrapper):
     for model, words in (
         (WRAPPERS[wrapper](nn.Linear(4, 4)), "model"),
@@ -364,8 +356,6 @@ def test_wrappers_that_have_nothing_to_do_with_what_is_sharded():
     model = Outer(shard(nn.Linear(4, 4)))
     model._ddp_params_and_buffers_to_ignore = ["inner.weight", "inner.bias"]
     DistributedDataParallel(model, init_sync=False)
-    join_fake_group(0)
-    accelerate(fsdp_compile(build("odd_mlp"), backend="aot_eager", mp_policy=MixedPrecisionPolicy(torch.bfloat16)))
 
 
 # Parameters that came after sharding
