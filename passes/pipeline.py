@@ -35,7 +35,7 @@ from .overlap_copies import OverlapCopies
 from .partition_joint import PartitionJoint
 from .pin_matmuls import PinMatmuls
 from .plan import Gather, StepPlan
-from .prefetch_all_gather import PrefetchAllGather
+from .prefetch_all_gather import Ahead, PrefetchAllGather
 from .verifier import STAGES, Signature, Stage, stage_after, verify, verify_crossing
 
 
@@ -75,6 +75,8 @@ class Pipeline:
         reshard: Mapping[str, bool | metadata.Part] | None = None,
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
+        forward_ahead: Ahead = (),
+        backward_ahead: Ahead = (),
         grouped: bool = False,
         plan: StepPlan | None = None,
         passes: Sequence[Pass] = (),
@@ -89,12 +91,12 @@ class Pipeline:
         explained by `OverlapCopies`.
         """
 
-        def side(distance: int, gathers: tuple[Gather, ...]) -> tuple[Pass, ...]:
+        def side(distance: int, gathers: tuple[Gather, ...], ahead: Ahead) -> tuple[Pass, ...]:
             return (
                 InsertReduceScatter(grouped),
                 InsertAllGather(grouped, gathers),
                 InsertFree(),
-                PrefetchAllGather(distance, gathers),
+                PrefetchAllGather(distance, gathers, ahead),
                 DelayReduceScatterWait(min(distance, 1) if plan is None else plan.reductions),
                 OverlapCopies(pin_memory),
                 *passes,
@@ -105,8 +107,8 @@ class Pipeline:
         return cls(
             joint=(MergeUnshards(), MergeGradients()),
             partition=PartitionJoint(dict(reshard or {})),
-            forward=side(forward_prefetch, plan.forward if plan else ()),
-            backward=side(backward_prefetch, plan.backward if plan else ()),
+            forward=side(forward_prefetch, plan.forward if plan else (), forward_ahead),
+            backward=side(backward_prefetch, plan.backward if plan else (), backward_ahead),
             lowering=(LowerCollectives(poison), PinMatmuls()),
             observer=observer,
         )

@@ -15,7 +15,7 @@ A cast of a shard starts with its gather; a copy from another device starts one 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.fx
@@ -24,16 +24,21 @@ from . import analysis, metadata, ops
 from .errors import pass_error, required_wait
 from .plan import Gather
 
+Ahead = tuple[tuple[str, tuple[str, ...]], ...]
+"""Units, each with others that are gathered where it is used first."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PrefetchAllGather:
     """`distance`: how many units ahead of its use a unit is gathered; 0 starts it when it is needed.
 
-    `plan` says instead, for the gathers that it names, before the first use of which parameter they start.
+    `plan` says instead, for the gathers that it names, before the first use of which parameter they start. `ahead` has,
+    for some units, others that are gathered where the unit is used first, if they would not be gathered before.
     """
 
     distance: int = 1
     plan: tuple[Gather, ...] = ()
+    ahead: Ahead = ()
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         position = analysis.positions(gm.graph)
@@ -41,6 +46,7 @@ class PrefetchAllGather:
         start_of_move = starts(gm.graph, self.distance + 1) if self.distance else {}
         planned = planned_starts(gm.graph, self.plan)
         start_of_gather = starts(gm.graph, self.distance) | planned
+        start_of_gather |= earlier_starts(gm.graph, self.ahead, start_of_gather)
         for gather, start in start_of_gather.items():
             for node in [gather, *_prepares(gather)]:
                 is_early = self.distance and gather not in planned and ops.is_call(node, ops.MOVE)
@@ -65,7 +71,35 @@ def planned_starts(graph: torch.fx.Graph, plan: Sequence[Gather]) -> dict[torch.
             if start is not None and start not in use_of_parameter:
                 raise pass_error(f"{bucket} is planned to start before {start}, which the graph does not use", node)
             found[node] = top if start is None else use_of_parameter[start]
+    return _in_order(found, analysis.positions(graph))
+
+
+def earlier_starts(
+    graph: torch.fx.Graph,
+    ahead: Ahead,
+    start_of_gather: Mapping[torch.fx.Node, torch.fx.Node],
+) -> dict[torch.fx.Node, torch.fx.Node]:
+    """Where all-gathers start that `ahead` has start earlier, and those that are waited for before them."""
+    if not ahead:
+        return {}
     position = analysis.positions(graph)
+    found = dict(start_of_gather)
+    first_use: dict[str, torch.fx.Node] = {}
+    for unit, uses in _uses_of_units(graph):
+        first_use.setdefault(unit, uses[0])
+    for unit, others in ahead:
+        for gather in found:
+            units = {ops.unit_of_bucket(bucket) for bucket in ops.buckets_of(gather)}
+            if unit in first_use and not units.isdisjoint(others):
+                found[gather] = min(found[gather], first_use[unit], key=position.__getitem__)
+    return _in_order(found, position)
+
+
+def _in_order(
+    start_of_gather: Mapping[torch.fx.Node, torch.fx.Node], position: Mapping[torch.fx.Node, int]
+) -> dict[torch.fx.Node, torch.fx.Node]:
+    """The starts, or earlier ones: each before its wait, and none after a gather that is waited for later."""
+    found = dict(start_of_gather)
     earliest: list[torch.fx.Node] = []
     for node in sorted(found, key=lambda gather: position[required_wait(gather)], reverse=True):
         earliest = [min(*earliest, found[node], required_wait(node), key=position.__getitem__)]

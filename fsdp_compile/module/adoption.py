@@ -110,12 +110,17 @@ def _take_over(inner: Sharding, parts: Mapping[str, nn.Module], sharding: Shardi
 
 
 def _merge_schedules(inner: Sharding, sharding: Sharding, new_name: Callable[[str], str]) -> None:
-    """Let the units of `inner`, under their new names, keep what was decided for their resharding."""
+    """Let the units of `inner`, under their new names, keep what was decided for them."""
     num_shards = num_shards_of(sharding.mesh)
     own = sharding.schedule.reshard_of_unit(sharding.units, num_shards)
     adopted = inner.schedule.reshard_of_unit(inner.units, num_shards)
     reshard = own | {new_name(unit): value for unit, value in adopted.items()}
-    sharding.schedule = dataclasses.replace(sharding.schedule, reshard_after_forward=reshard or None)
+    ahead = {
+        side: getattr(sharding.schedule, side)
+        + tuple((new_name(unit), tuple(map(new_name, others))) for unit, others in getattr(inner.schedule, side))
+        for side in ("forward_ahead", "backward_ahead")
+    }
+    sharding.schedule = dataclasses.replace(sharding.schedule, reshard_after_forward=reshard or None, **ahead)
     sharding.units += [new_name(unit) for unit in inner.units]
     sharding.parts |= inner.parts
 

@@ -166,22 +166,32 @@ class ShardedUnit(FSDPModule, nn.Module):
         check_bool("unshard_in_backward", unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Refused: the schedule decides when gathers start. `forward_prefetch=` counts units, `hardware=` plans."""
-        self._refuse_prefetch("forward", modules)
+        """The own parameters of these modules are gathered, at the latest, where the forward first uses this one's.
+
+        An empty list takes it back. The next call compiles anew, once for each list.
+
+        Raises:
+            ValueError: one of the modules is no FSDPModule.
+            ConfigError: it is not a part of the same model, or the schedule is planned (`hardware=`).
+        """
+        self._gather_ahead("forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Refused: the schedule decides when gathers start. `backward_prefetch=` counts units, `hardware=` plans."""
-        self._refuse_prefetch("backward", modules)
+        """As `set_modules_to_forward_prefetch`, in the backward."""
+        self._gather_ahead("backward", modules)
 
-    def _refuse_prefetch(self, side: str, modules: Iterable[object]) -> None:
-        modules = list(modules)
+    def _gather_ahead(self, side: str, modules: Iterable[FSDPModule]) -> None:
+        sharding, modules = sharding_around(self), list(modules)
         for each in modules:
             if not isinstance(each, FSDPModule):
                 raise ValueError(f"expects modules that fully_shard was applied to, and got a {type(each).__name__}")
-        raise ConfigError(
-            f"set_modules_to_{side}_prefetch is not supported: the schedule says when each gather starts. Pass "
-            f"{side}_prefetch={len(modules)} to fsdp_compile, or hardware= to have it planned"
-        )
+            if not isinstance(each, ShardedUnit) or sharding_around(each) is not sharding:
+                raise ConfigError(
+                    f"set_modules_to_{side}_prefetch: a {type(each).__name__} is no part of the same sharded model: "
+                    "shard the model that holds both first"
+                )
+        ahead = itertools.chain.from_iterable(own_shards(each) for each in modules if isinstance(each, ShardedUnit))
+        sharding.gather_ahead(side, own_shards(self), ahead)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """From the next forward on, gradients of this module's own parameters are sums over the ranks, divided.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import torch.nn as nn
 from ..compiler.capture import activations_are_free
 from ..compiler.options import CompileConfig
 from ..compiler.statements import statement_of_program
+from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..passes import metadata, ops
 from ..passes.pipeline import Pipeline
@@ -146,20 +147,42 @@ class Sharding(Shards):
             for shard, keeps in before:
                 shard.keeps_gradients = keeps
 
-    def reshard_by(self, shards: Iterable[FlatShard], reshards: bool) -> None:
-        """From the next call on, units of these shards are resharded after the forward, or not.
+    def reshard_by(self, shards: Collection[FlatShard], reshards: bool) -> None:
+        """From the next call on, units of these shards are resharded after the forward, or not."""
+        before = self.schedule.reshard_of_unit(self.units, num_shards_of(self.mesh))
+        self._reschedule(
+            shards, reshard_after_forward=before | dict.fromkeys(units_of(shards := list(shards)), reshards)
+        )
+
+    def gather_ahead(self, side: str, shards: Collection[FlatShard], ahead: Iterable[FlatShard]) -> None:
+        """From the next call on, units of `ahead` are gathered where those of `shards` are used first.
+
+        Args:
+            side: "forward" or "backward".
+
+        Raises:
+            ConfigError: the schedule is planned.
+        """
+        if self.schedule.hardware is not None:
+            raise ConfigError(f"the schedule is planned (hardware=), and says when the {side} gathers: leave one out")
+        field = f"{side}_ahead"
+        changed = dict(getattr(self.schedule, field)) | dict.fromkeys(units_of(shards), tuple(units_of(ahead)))
+        self._reschedule(shards, **{field: tuple((unit, named) for unit, named in changed.items() if named)})
+
+    def _reschedule(self, shards: Collection[FlatShard], **changes: Any) -> None:
+        """Change the schedule of the units of these shards.
 
         Their keys change, and with them what Dynamo guards on: graphs of before are found again if it changes back.
         """
-        before = self.schedule.reshard_of_unit(self.units, num_shards_of(self.mesh))
-        shards = list(shards)
-        after = before | {ops.unit_of_bucket(shard.layout.bucket): reshards for shard in shards}
-        if after == before:
+        before, self.schedule = self.schedule, dataclasses.replace(self.schedule, **changes)
+        if self.schedule == before:
             return
-        self.schedule = dataclasses.replace(self.schedule, reshard_after_forward=after)
         self.plans.clear()
+        reshard = self.schedule.reshard_of_unit(self.units, num_shards_of(self.mesh))
         for shard in shards:
-            shard.key = f"{shard.key.partition('/')[0]}/{'freed' if reshards else 'kept'}"
+            [unit] = units_of([shard])
+            ahead = [dict(side).get(unit) for side in (self.schedule.forward_ahead, self.schedule.backward_ahead)]
+            shard.key = f"{shard.key.partition('/')[0]}/{reshard.get(unit)} {ahead}"
 
     def forget_step(self) -> None:
         """Forget what a forward or backward left that ended in an exception, with the gradients that were kept."""
@@ -211,6 +234,8 @@ def pipeline_of(
         reshard={unit: value if isinstance(value, bool) else parts[value] for unit, value in reshard.items()},
         forward_prefetch=schedule.forward_prefetch,
         backward_prefetch=schedule.backward_prefetch,
+        forward_ahead=schedule.forward_ahead,
+        backward_ahead=schedule.backward_ahead,
         grouped=grouped,
         plan=plan,
         passes=schedule.passes,
@@ -234,6 +259,10 @@ def leeway_of(
         {unit: bool(value) for unit, value in fixed.items()},
         activations_are_free(),
     )
+
+
+def units_of(shards: Iterable[FlatShard]) -> list[str]:
+    return list(dict.fromkeys(ops.unit_of_bucket(shard.layout.bucket) for shard in shards))
 
 
 def sharding_of(model: nn.Module) -> Sharding:

@@ -15,6 +15,7 @@ from ..costs.hardware import Hardware, find_hardware
 from ..errors import ConfigError
 from ..layout.globs import is_named
 from ..passes.pipeline import Pass
+from ..passes.prefetch_all_gather import Ahead
 
 _LOWERINGS = ("auto", "packed", "grouped")
 _KEEPING = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -38,6 +39,7 @@ class ScheduleConfig:
         passes: the user's, which run on the graphs once they are in order.
         poison: whether freed buffers are filled with NaN, to show that nothing reads them.
         pin_memory: whether offloaded gradients are copied to pinned memory.
+        forward_ahead, backward_ahead: units, each with those that are gathered where it is used first.
     """
 
     reshard_after_forward: Reshard | Mapping[str, Reshard] | None = None
@@ -49,6 +51,8 @@ class ScheduleConfig:
     passes: tuple[Pass, ...] = ()
     poison: bool = False
     pin_memory: bool = True
+    forward_ahead: Ahead = ()
+    backward_ahead: Ahead = ()
 
     @classmethod
     def of(

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, compat, fsdp_compile, shard
+from fsdp_compile.passes import ops
 from tests.distributed.training import (
     assert_same_gradients,
     assert_trains_as,
@@ -182,6 +183,46 @@ def test_reshard_after_forward_is_of_the_next_graphs_and_old_ones_are_found_agai
 
 
 @on_ranks(2)
+def test_modules_are_gathered_where_another_is_used_first(world_size):
+    """As FSDP2's scripts say it: each layer names the two that come after it."""
+
+    def sharded_layers():
+        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=True)
+        return fully_shard(layers)
+
+    def started_before_waits(side):
+        """For every wait how many gathers have started."""
+        nodes = list(side.graph.nodes)
+        counts = [sum(map(ops.is_all_gather, nodes[:index])) for index, node in enumerate(nodes)]
+        return [count for count, node in zip(counts, nodes, strict=True) if ops.is_call(node, ops.WAIT)][: counts[-1]]
+
+    torch.manual_seed(0)
+    layers = sharded_layers()
+    torch.manual_seed(0)
+    expected = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    x = torch.ones(2, 8)
+    layers(x).sum().backward()
+    assert started_before_waits(layers.graphs[-1].forward) == [2, 3, 4, 5, 5]
+    for index in range(3):
+        layers[index].set_modules_to_forward_prefetch(list(layers)[index + 1 : index + 3])
+        layers[4 - index].set_modules_to_backward_prefetch(list(layers)[3 - index : 1 - index or None : -1])
+    layers(x).sum().backward()
+    assert started_before_waits(layers.graphs[-1].forward) == [3, 4, 5, 5, 5]
+    gathers = gathered_units(layers.graphs[-1].backward)
+    assert started_before_waits(layers.graphs[-1].backward)[0] == 3 and len(gathers) == 4
+    for index in range(3):
+        layers[index].set_modules_to_forward_prefetch([])
+        layers[4 - index].set_modules_to_backward_prefetch([])
+    layers(x).sum().backward()
+    assert len(layers.graphs) == 3  # the lists are empty, not absent: a third key
+    for _ in range(3):
+        expected(x).sum().backward()
+    assert_same_gradients(layers, expected)
+
+
+@on_ranks(2)
 def test_divisors_are_of_the_modules_own_parameters(world_size):
     model, expected = sharded()
     model.blocks[0].set_gradient_divide_factor(world_size * 4.0)
@@ -227,6 +268,8 @@ def test_what_is_not_supported_is_refused_and_odd_values_too(world_size):
         model.blocks[0].reset_iter_state()
     with pytest.raises(ValueError, match="fully_shard was applied to"):
         model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
+    with pytest.raises(ConfigError, match="no part of the same sharded model"):
+        model.set_modules_to_backward_prefetch([fully_shard(nn.Linear(1, 1))])
 
 
 def test_every_public_method_of_torchs_class_is_ours():
