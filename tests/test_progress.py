@@ -163,7 +163,7 @@ def test_the_first_step_is_told_and_ctrl_c_ends_a_later_one_in_one_line(tmp_path
     (tmp_path / "train.py").write_text(STEPS)
     command = [sys.executable, tmp_path / "train.py"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(TORCH_LOGS="")) as run:
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment()) as run:
         assert run.stdout.readline() == "first step\n"
         run.send_signal(signal.SIGINT)
         _, said = run.communicate(timeout=60)

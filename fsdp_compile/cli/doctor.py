@@ -8,7 +8,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -46,8 +46,7 @@ def examine() -> Iterator[Finding]:
     yield Finding(
         "C++ compiler, for Inductor", compiler or "none: use backend='aot_eager', or install one", bool(compiler)
     )
-    for backend in ("aot_eager", "inductor") if compiler else ("aot_eager",):
-        yield _trained(backend)
+    yield from _trained(("aot_eager", "inductor") if compiler else ("aot_eager",))
 
 
 def _version() -> str:
@@ -57,20 +56,39 @@ def _version() -> str:
         return "a checkout that is not installed (torch.compile(backend='fsdp') is found once it is)"
 
 
-def _trained(backend: str) -> Finding:
-    what, begin = f"{_RANKS} ranks with {backend}", time.perf_counter()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(_rank, (backend, str(Path(folder) / "store")), _RANKS)
-    except Exception as e:
-        return Finding(what, f"{type(e).__name__}: {e}", is_well=False)
-    return Finding(what, f"{_STEPS} steps as with one, in {time.perf_counter() - begin:.1f} s")
+def _trained(backends: Sequence[str]) -> Iterator[Finding]:
+    """A training with each, by the same processes, up to the first that fails: to start them takes seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        error: Exception | None = None
+        try:
+            spawn(_rank, (backends, folder), _RANKS)
+        except Exception as e:
+            error = e
+        for backend in backends:
+            what, seconds = f"{_RANKS} ranks with {backend}", Path(folder) / backend
+            if not seconds.exists():
+                yield Finding(what, f"{type(error).__name__}: {error}", is_well=False)
+                return
+            yield Finding(what, f"{_STEPS} steps as with one, in {seconds.read_text()} s")
 
 
-def _rank(rank: int, backend: str, store: str) -> None:
-    """Train on the CPU, next to the same model unsharded on the whole batch; raises if they differ."""
+def _rank(rank: int, backends: Sequence[str], folder: str) -> None:
+    """Train on the CPU with each; what succeeds leaves a file with the seconds that it took."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
+    for backend in backends:
+        begin = time.perf_counter()
+        _train(rank, backend)
+        dist.barrier()  # the other rank may still be reading, or find a difference
+        if rank == 0:
+            (Path(folder) / backend).write_text(f"{time.perf_counter() - begin:.1f}")
+    # DTensor's caches hold the process group, so destroying it joins none of gloo's threads. One of them that drops a
+    # tensor while Python ends aborts the process ("terminate called without an active exception"): Python does not end.
+    os._exit(0)
+
+
+def _train(rank: int, backend: str) -> None:
+    """Next to the same model unsharded on the whole batch; raises if they differ."""
     expected, model = _model(), fsdp_compile(_model(), backend=backend)
     optimizers = [torch.optim.AdamW(each.parameters()) for each in (expected, model)]
     for step in range(_STEPS):
@@ -83,10 +101,6 @@ def _rank(rank: int, backend: str, store: str) -> None:
             optimizer.zero_grad()
     for wanted, found in zip(expected.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found.full_tensor(), wanted)  # type: ignore[attr-defined]  # a DTensor
-    dist.barrier()  # the other rank may still be reading
-    # DTensor's caches hold the process group, so destroying it joins none of gloo's threads. One of them that drops a
-    # tensor while Python ends aborts the process ("terminate called without an active exception"): Python does not end.
-    os._exit(0)
 
 
 def _model() -> nn.Module:
