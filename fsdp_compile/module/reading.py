@@ -165,6 +165,10 @@ class ReadingModule(CalledByItself, RefusesWrappers):
 
     _fsdp_running: Running
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Without arguments, as copies are made; with some, a slice of a container: of the class that the user wrote."""
+        return original_class(cls)(*args, **kwargs) if args or kwargs else super().__new__(cls)
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
