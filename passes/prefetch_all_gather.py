@@ -15,25 +15,27 @@ A cast of a shard starts with its gather; a copy from another device starts one 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.fx
 
 from . import analysis, metadata, ops
 from .errors import pass_error, required_wait
-from .plan import Gather
+from .plan import Gather, PrefetchList
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefetchAllGather:
     """`distance`: how many units ahead of its use a unit is gathered; 0 starts it when it is needed.
 
-    `plan` says instead, for the gathers that it names, before the first use of which parameter they start.
+    `plan` says instead, for the gathers that it names, before the first use of which parameter they start; `lists`, for
+    the units ahead that they name, before the use of which units.
     """
 
     distance: int = 1
     plan: tuple[Gather, ...] = ()
+    lists: tuple[PrefetchList, ...] = ()
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         position = analysis.positions(gm.graph)
@@ -41,6 +43,8 @@ class PrefetchAllGather:
         start_of_move = starts(gm.graph, self.distance + 1) if self.distance else {}
         planned = planned_starts(gm.graph, self.plan)
         start_of_gather = starts(gm.graph, self.distance) | planned
+        if self.lists:
+            start_of_gather = in_order(start_of_gather | listed_starts(gm.graph, self.lists), position)
         for gather, start in start_of_gather.items():
             for node in [gather, *_prepares(gather)]:
                 is_early = self.distance and gather not in planned and ops.is_call(node, ops.MOVE)
@@ -65,7 +69,31 @@ def planned_starts(graph: torch.fx.Graph, plan: Sequence[Gather]) -> dict[torch.
             if start is not None and start not in use_of_parameter:
                 raise pass_error(f"{bucket} is planned to start before {start}, which the graph does not use", node)
             found[node] = top if start is None else use_of_parameter[start]
+    return in_order(found, analysis.positions(graph))
+
+
+def listed_starts(graph: torch.fx.Graph, lists: Sequence[PrefetchList]) -> dict[torch.fx.Node, torch.fx.Node]:
+    """For every all-gather of a unit that is listed the node that it is to start before, if the graph has that.
+
+    Which of several uses of a unit comes first decides, and of several lists with it the earliest.
+    """
     position = analysis.positions(graph)
+    uses = _uses_of_units(graph)
+    found: dict[torch.fx.Node, torch.fx.Node] = {}
+    for each in lists:
+        anchors = [nodes[0] for unit, nodes in uses if unit in each.units]
+        waits = [use for unit, nodes in uses if unit in each.ahead for use in nodes if ops.is_call(use, ops.WAIT)]
+        for wait in waits if anchors else ():
+            gather: Any = wait.args[0]
+            found[gather] = min(found.get(gather, anchors[0]), anchors[0], key=position.__getitem__)
+    return found
+
+
+def in_order(
+    start_of_gather: dict[torch.fx.Node, torch.fx.Node], position: Mapping[torch.fx.Node, int]
+) -> dict[torch.fx.Node, torch.fx.Node]:
+    """The starts, but none after its own wait, or after the start of a gather that is waited for later."""
+    found = dict(start_of_gather)
     earliest: list[torch.fx.Node] = []
     for node in sorted(found, key=lambda gather: position[required_wait(gather)], reverse=True):
         earliest = [min(*earliest, found[node], required_wait(node), key=position.__getitem__)]

@@ -1,14 +1,14 @@
-"""FSDP2's names: `fully_shard` and `FSDPModule`."""
+"""FSDP2's names: `fully_shard`, and `FSDPModule`, which is torch's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from ..api import fsdp_compile, shard
 from ..checks import listed
@@ -16,7 +16,8 @@ from ..compiler.options import CompileConfig
 from ..errors import ConfigError
 from ..module.sharded_module import become_sharded_together
 from ..module.sharding import is_sharded, sharding_of
-from .sharded_type import ShardedType
+
+__all__ = ["FSDPModule", "fully_shard"]
 
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
 
@@ -78,10 +79,3 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
             raise ConfigError(f"fully_shard: a {type(item).__name__} of the list is sharded already")
     inner = {below for item in modules for below in item.modules() if below is not item}
     return [item for item in dict.fromkeys(modules) if item not in inner]
-
-
-class FSDPModule(metaclass=ShardedType):
-    """torch.distributed.fsdp.FSDPModule, for isinstance: of modules sharded one by one, the outermost is one."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError("FSDPModule is for isinstance; fully_shard(module) shards a module")

@@ -79,6 +79,7 @@ def summon(model: nn.Module, options: SummonOptions) -> Iterator[None]:
     """`model.summon_full_params`, whose arguments are checked."""
     sharding = sharding_of(model)
     sharding.refuse_if_summoned("summon_full_params")
+    sharding.reshard()
     if sharding.running:
         raise RuntimeError("summon_full_params was called in a forward or a backward: call it between them")
     sharding.check()
@@ -166,6 +167,12 @@ def _gather(shard: FlatShard, flat: torch.Tensor) -> list[torch.Tensor]:
     if num_ranks > 1:
         with running_alone(f"the gather of all of {layout.bucket}", shard.agreement, group):
             gathered = gather_chunk(gathered, num_ranks, group)
+    return full_tensors(gathered, layout)
+
+
+def full_tensors(gathered: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The full tensors in what all ranks' shards hold, one after another."""
+    num_ranks = layout.shards.size
     gathered = gathered.view(num_ranks, -1)
     full = []
     for slot in layout.slots:

@@ -14,14 +14,13 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..checks import check_bool
 from ..costs import Explanation, Hardware, explain
 from ..costs.explain import hardware_is_missing
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
-from ..layout.options import GradientReduction
 from ..report import Comparison, Schedule, measured_schedule, page
 from ..runtime.clipping import clip_gradients
 from ..runtime.compilations import Compilations
@@ -29,40 +28,56 @@ from ..runtime.modules import not_captured
 from ..runtime.recomputation import checkpoint_in_forward
 from ..runtime.views import without_offset
 from . import saving
+from .fsdp_module import FSDPMethods
 from .full_parameters import SummonOptions, summon
 from .loading import shard_state
-from .reading import generated_subclass, is_reading
+from .own_units import OwnUnits, own_units_below
+from .reading import Generated, generated_subclass, is_reading, original_class
 from .sharding import Sharding, note_sharding, sharding_of
 
 
 def become_sharded(model: nn.Module) -> None:
     """Give a model whose parameters are sharded its new class."""
-    gained = {
-        name: value
-        for name, value in vars(ShardedMethods).items()
-        if not name.startswith("__") and not hasattr(model, name)
-    }
+    gained = _gained(model, ShardedMethods, FSDPMethods)
     if is_reading(model):
         gained["forward"] = _within(type(model).forward, is_call=True)
-    model.__class__ = generated_subclass(type(model), gained, ShardedModule)
+    model.__class__ = generated_subclass(type(model), gained, ShardedModule, FSDPModule)
+
+
+def _gained(model: nn.Module, *sources: type) -> dict[str, Any]:
+    return {
+        name: value
+        for source in sources
+        for name, value in vars(source).items()
+        if not name.startswith("__") and not hasattr(model, name)
+    }
 
 
 def become_sharded_together(modules: Sequence[nn.Module], sharding: Sharding) -> None:
     """Give each of the modules whose parameters are sharded as one unit its new class; they share the sharding."""
     sharding.together = tuple(modules)
+    [own] = sharding.owns[:1]
+    own.modules = sharding.together
+    own.note()
     for module in modules:
         vars(module)["_fsdp_sharding"] = sharding
         become_sharded(module)
 
 
-def stop_being_root(model: nn.Module) -> None:
-    """Take from a model what `become_sharded` gave it, except for the methods that were registered since."""
+def become_part(model: nn.Module) -> None:
+    """Take from a model what `become_sharded` gave it, except for FSDP2's methods and those registered since."""
 
     def without(cls: type[nn.Module]) -> type[nn.Module]:
         base, method = vars(cls)["_fsdp_base"], vars(cls).get("_fsdp_method")
         return base if method is None else _with_method(without(base), method, vars(cls)[method])
 
     model.__class__ = without(type(model))
+    become_unit(model)
+
+
+def become_unit(module: nn.Module) -> None:
+    """Give a sharded module of a larger one the class with FSDP2's methods."""
+    module.__class__ = generated_subclass(type(module), _gained(module, FSDPMethods), PartModule, FSDPModule)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -100,7 +115,43 @@ def _within(method: Callable[..., Any], *, is_call: bool) -> Callable[..., Any]:
     return run
 
 
-class ShardedModule:
+class Reshards(Generated):
+    """Mixed into the classes of modules that were sharded: what needs sharded parameters brings them back first."""
+
+    def _fsdp_reshard(self) -> None:
+        for own in own_units_below(self):  # type: ignore[arg-type]
+            own.reshard()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._fsdp_reshard()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._fsdp_reshard()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._fsdp_reshard()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
+        """What load_state_dict calls for every module, this one before those below it."""
+        self._fsdp_reshard()
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+class PartModule(Reshards):
+    """Mixed into the class of a sharded module of a larger one."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy of it, or one from a file, is of the class that the user wrote, or refused where it has shards."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *rest = reduced
+        written = original_class(type(self))
+        return _made, (function, *[written if each is type(self) else each for each in arguments]), *rest
+
+
+class ShardedModule(Reshards):
     """Mixed into the class of a sharded root module: during its call, parameters read as full tensors."""
 
     _fsdp_sharding: Sharding
@@ -119,7 +170,7 @@ class ShardedModule:
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
         for shard in sharding_of(self).shards:  # type: ignore[arg-type]
             if shard.accumulation is not None:
                 shard.accumulation.clear()
@@ -127,6 +178,7 @@ class ShardedModule:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """This rank's part, for torch.save; torch.load makes the same model of it on the same rank."""
         self._refuse_if_together("pickle")
+        sharding_of(self).reshard()  # type: ignore[arg-type]
         return load_sharded, saving.save(self, protocol)  # type: ignore[arg-type]
 
     def __copy__(self) -> NoReturn:
@@ -136,20 +188,24 @@ class ShardedModule:
         """Another model, sharded and compiled like this one, with shards of its own; process groups are shared."""
         sharding = sharding_of(self)  # type: ignore[arg-type]
         sharding.refuse_if_summoned("copy.deepcopy of the model")
+        sharding.reshard()
         self._refuse_if_together("copy")
         memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): [], id(sharding.compilations): Compilations()}
         memo |= {id(sharding.watched): set(), id(sharding.looked): weakref.WeakKeyDictionary()}
+        memo |= {id(sharding.owns): [], id(sharding.schedules): [], id(sharding.post_optim_event): None}
         copies = [shard.copy_into(memo) for shard in sharding.shards]
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         for shard, original in zip(copies, sharding.shards, strict=True):
             # of a module that was taken out of the model, too
             shard.owners = [(copy.deepcopy(module, memo), name) for module, name in original.owners]
             shard.reads = [memo[id(read)] for read in original.reads]
-        note_sharding(copied, sharding_of(copied))  # type: ignore[arg-type]
+        note_sharding(copied, sharding_of(copied))
+        for own in sharding.owns:
+            take_own_units(sharding_of(copied), own.copied(memo))
         if sharding.compile is not None:
-            sharding.compile(copied)  # type: ignore[arg-type]
+            sharding.compile(copied)
         return copied
 
     def _refuse_if_together(self, what: str) -> None:
@@ -158,7 +214,7 @@ class ShardedModule:
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """DTensors around the memory of the parameters, which torch.save and copy.deepcopy take, and buffers."""
-        state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
         for name, value in state.items():
             if isinstance(value, DTensor) and not value.requires_grad:
                 state[name] = without_offset(value)
@@ -167,14 +223,31 @@ class ShardedModule:
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
         """What load_state_dict calls for every module, the root before those below it."""
         if not (sharding := sharding_of(self)).is_summoned:  # type: ignore[arg-type]
+            sharding.reshard()
             sharding.check()
         shard_state(self, state_dict, prefix)  # type: ignore[arg-type]
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _made(function: Callable[..., Any], *arguments: Any) -> Any:
+    """pickle does not let a reducer that it knows by name, such as `copyreg.__newobj__`, make another class."""
+    return function(*arguments)
+
+
+def take_own_units(sharding: Sharding, own: OwnUnits) -> None:
+    """Make these a model's that was copied or loaded; their modules, except for the model itself, become units."""
+    sharding.owns.append(own)
+    own.note()
+    for module in own.modules:
+        if "_fsdp_sharding" not in vars(module) and not isinstance(module, FSDPModule):
+            become_unit(module)
 
 
 def load_sharded(*saved: Any) -> nn.Module:
     """What `ShardedModule.__reduce_ex__` pickled; files name this function."""
-    model = saving.load(*saved)
+    model, owns = saving.load(*saved)
+    for own in owns:
+        take_own_units(sharding_of(model), own)
     become_sharded(model)
     compile_as = sharding_of(model).compile
     if compile_as is not None:
@@ -247,41 +320,16 @@ class ShardedMethods(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards inside keep the gradients of their backwards for a later one: see `set_requires_gradient_sync`."""
+        """Forwards inside keep the gradients of their backwards, wherever those run, for one outside.
+
+        `set_requires_gradient_sync` says what keeping means.
+        """
         sharding = sharding_of(self)
         before, sharding.keeps_gradients = sharding.keeps_gradients, True
         try:
             yield
         finally:
             sharding.keeps_gradients = before
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether the backwards of the next forwards reduce gradients; if not, they keep them, full, on every rank.
-
-        The first backward that reduces again reduces what was kept, together with its own gradients. Until then `.grad`
-        of the parameters does not change, and `optimizer.zero_grad()` does not reach what is kept; `model.zero_grad()`
-        does. With a single rank there is nothing to reduce.
-        """
-        check_bool("requires_gradient_sync", requires_gradient_sync)
-        sharding_of(self).keeps_gradients = not requires_gradient_sync
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """FSDP2's, which says with False that the backward does not read the module's parameters.
-
-        Here the graph of the backward says it: what it does not read, as the weight of an embedding, is not gathered
-        for it, and what it reads is. Either value leads to the same graphs.
-        """
-        check_bool("unshard_in_backward", unshard_in_backward)
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """From the next forward on, gradients are sums over the ranks divided by `factor`, as by `gradient_reduction`.
-
-        The next call compiles anew, if the number is another.
-
-        Raises:
-            ConfigError: `factor` is no positive number; nothing has changed.
-        """
-        sharding_of(self).reduce_by(GradientReduction.divided_by(factor))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -302,6 +350,7 @@ class ShardedMethods(nn.Module):
         """
         sharding = sharding_of(self)
         sharding.refuse_if_summoned("clip_grad_norm_")
+        sharding.reshard()
         return clip_gradients(
             self.parameters(),
             sharding.mesh,

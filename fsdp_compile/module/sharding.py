@@ -16,7 +16,6 @@ from ..compiler.capture import activations_are_free
 from ..compiler.options import CompileConfig
 from ..compiler.statements import statement_of_program
 from ..graphs import RewrittenGraphs
-from ..layout.options import GradientReduction
 from ..passes import metadata
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
@@ -28,6 +27,7 @@ from ..runtime.gradients import reduce_leftovers, watch_whole
 from ..runtime.groups import is_nccl, num_shards_of
 from ..runtime.registrations import registrations
 from .newcomers import Owner, newcomers, refuse
+from .own_units import OwnUnits
 from .reading import Running
 
 
@@ -63,6 +63,9 @@ class Sharding(Shards):
         left: places of parameters that were left as they are.
         looked: how much was registered on modules when one was last called, and looked through for new parameters.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
+        owns: the units by the call that has sharded them: of this model, and of parts that were sharded before.
+        schedules: those that the model had, once it has had several.
+        post_optim_event: what the next forward is to wait for.
         optimizer_state: what `compat.FullyShardedDataParallel.optim_state_dict` gives.
     """
 
@@ -81,6 +84,9 @@ class Sharding(Shards):
     left: set[Owner] = dataclasses.field(default_factory=set)
     looked: Looked = dataclasses.field(default_factory=lambda: Looked())
     is_summoned: bool = False
+    owns: list[OwnUnits] = dataclasses.field(default_factory=list)
+    schedules: list[ScheduleConfig] = dataclasses.field(default_factory=list)
+    post_optim_event: Any = None
     optimizer_state: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
 
     def __post_init__(self) -> None:
@@ -137,11 +143,22 @@ class Sharding(Shards):
             refuse(newcomers(module, self.left), f"the {type(module).__name__}")
         self.looked[module] = registrations().count
 
-    def reduce_by(self, reduction: GradientReduction) -> None:
-        """From the next forward on, gradients are reduced so."""
-        self.divisor = reduction.divisor
+    def change_schedule(self, schedule: ScheduleConfig) -> None:
+        """The next call compiles by another schedule, or goes on with what it has compiled by that before."""
+        self.schedules = self.schedules or [self.schedule]
+        if schedule not in self.schedules:
+            self.schedules.append(schedule)
+        self.schedule = schedule
+        self.plans.clear()
+        index = self.schedules.index(schedule)
         for shard in self.shards:
-            shard.change_layout(dataclasses.replace(shard.layout, reduction=reduction))
+            number, *_ = shard.key.split(" ")
+            shard.key = f"{number} by schedule {index}" if index else number
+
+    def reshard(self) -> None:
+        """Sharded parameters are in their places again, where `unshard` has put full ones."""
+        for own in self.owns:
+            own.reshard()
 
     def check(self) -> None:
         """Between steps: parameters that were moved are views of their shards again."""
@@ -152,6 +169,11 @@ class Sharding(Shards):
     def prepare(self, module: nn.Module) -> None:
         """Before a forward of `module`: parameters are views of their shards, and gradients will have a place to go."""
         self.refuse_if_summoned("the model")
+        for own in self.owns:
+            own.reshard_for_call()
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
         # Without graphs each time: eager code takes most of a step. With them, when something was registered anywhere.
         if torch.is_grad_enabled() and not (self.graphs and self.looked.get(module) == registrations().count):
             self.refuse_newcomers(module)
@@ -180,6 +202,9 @@ def pipeline_of(
         reshard={unit: value if isinstance(value, bool) else parts[value] for unit, value in reshard.items()},
         forward_prefetch=schedule.forward_prefetch,
         backward_prefetch=schedule.backward_prefetch,
+        forward_lists=schedule.forward_lists,
+        backward_lists=schedule.backward_lists,
+        reductions=schedule.reductions,
         grouped=grouped,
         plan=plan,
         passes=schedule.passes,

@@ -15,6 +15,7 @@ from ..costs.hardware import Hardware, find_hardware
 from ..errors import ConfigError
 from ..layout.globs import is_named
 from ..passes.pipeline import Pass
+from ..passes.plan import PrefetchList
 
 _LOWERINGS = ("auto", "packed", "grouped")
 _KEEPING = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -32,6 +33,8 @@ class ScheduleConfig:
             every unit but the one that the forward uses last.
         forward_prefetch: how many units ahead the forward gathers.
         backward_prefetch: how many units ahead the backward gathers, and whether it delays its reductions' waits.
+        forward_lists, backward_lists: units that are gathered where others are used, whatever the two numbers say.
+        reductions: how many may be under way at once; None is one, or none where the backward gathers none ahead.
         collective_lowering: "packed", "grouped", or "auto" (grouped on NCCL, packed elsewhere; a plan chooses).
         memory_budget: bytes that a rank may hold during a step; None for no promise.
         hardware: what plans are made for; None leaves the schedule to the options above.
@@ -49,6 +52,9 @@ class ScheduleConfig:
     passes: tuple[Pass, ...] = ()
     poison: bool = False
     pin_memory: bool = True
+    forward_lists: tuple[PrefetchList, ...] = ()
+    backward_lists: tuple[PrefetchList, ...] = ()
+    reductions: int | None = None
 
     @classmethod
     def of(

@@ -34,10 +34,21 @@ def all_reduce_alone(what: str, tensor: torch.Tensor, operator: str, mesh: Devic
     return reduced
 
 
+def start_gather(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
+    """As `gather_chunk`, but the result is there only once `finish_gather` has waited for it."""
+    started: torch.Tensor = _c10d.all_gather_into_tensor(chunk.contiguous(), world_size, group)
+    return started
+
+
+def finish_gather(started: torch.Tensor) -> torch.Tensor:
+    """Wait for what `start_gather` has returned."""
+    gathered: torch.Tensor = _c10d.wait_tensor(started)
+    return gathered
+
+
 def gather_chunk(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
     """All ranks' chunks of a parameter, one after another."""
-    gathered: torch.Tensor = _c10d.wait_tensor(_c10d.all_gather_into_tensor(chunk.contiguous(), world_size, group))
-    return gathered
+    return finish_gather(start_gather(chunk, world_size, group))
 
 
 def reduce_packed(

@@ -21,6 +21,13 @@ from .reads import Read
 from .views import local_tensor, local_views, rows_of_rank, shard_placements, sharded_tensor
 
 
+@dataclasses.dataclass(eq=False)
+class Divisor:
+    """What divides gradients, for now."""
+
+    value: float = 1.0
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Shards:
     """The shards of one model, and what is under way with their gradients.
@@ -32,8 +39,8 @@ class Shards:
         checks_gradients: whether a backward raises NonFiniteError for gradients that are not finite.
         is_checking: whether they will be checked at the end of the running backward.
         num_backwards: how many backwards were checked.
-        divisor: with a single rank, what gradients are divided by.
         whole: with a single rank, unit and parameter by name.
+        divisors: with a single rank, what the gradient of each parameter is divided by.
         watched: ids of those of them whose gradients are divided or checked, and the names of the hooks that do it.
     """
 
@@ -43,8 +50,8 @@ class Shards:
     checks_gradients: bool = False
     is_checking: bool = False
     num_backwards: int = 0
-    divisor: float = 1.0
     whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
+    divisors: dict[nn.Parameter, Divisor] = dataclasses.field(default_factory=dict)
     watched: set[tuple[int, str]] = dataclasses.field(default_factory=set)
 
     @property
@@ -66,7 +73,9 @@ class FlatShard:
         received: offsets of the parameters that the running backward has a gradient for.
         accumulation: gradients that are yet to be reduced, once there were any.
         gradient, accumulated: what reads pass to `fsdp::unshard` for now.
-        key: another for every shard in the process.
+        reduces, all_reduces: whether gradients are reduced at all, and over the first of two mesh axes.
+        is_kept_by_user: whether the last forward keeps gradients because those two say so, and until they do not.
+        key: another for every shard in the process, and for every schedule that it was given.
     """
 
     layout: Layout
@@ -80,6 +89,9 @@ class FlatShard:
     accumulation: Accumulation | None = None
     gradient: str = "reduce"
     accumulated: nn.Parameter | None = None
+    reduces: bool = True
+    all_reduces: bool = True
+    is_kept_by_user: bool = False
     key: str = dataclasses.field(default_factory=map(str, itertools.count(1)).__next__)
 
     @classmethod
@@ -215,6 +227,11 @@ class FlatShard:
     def has_accumulated(self) -> bool:
         return self.accumulation is not None and self.accumulation.leaf.grad is not None
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the user has said that gradients are to be kept until the user says otherwise."""
+        return not self.reduces or (self.mesh.ndim > 1 and not self.all_reduces)
+
     def prepare(self, *, keeps_gradients: bool) -> None:
         """Before a forward: where the gradients of its backward are to go.
 
@@ -233,7 +250,8 @@ class FlatShard:
             self.accumulation.is_taken = False  # by a backward that ended in an exception
         if not self.data.requires_grad or not torch.is_grad_enabled():
             return
-        if keeps_gradients:
+        self.is_kept_by_user = self.keeps_gradients and not keeps_gradients
+        if keeps_gradients or self.keeps_gradients:
             self.accumulation = self.accumulation or Accumulation.of(self.layout, self.data)
             self.gradient, self.accumulated = "keep", self.accumulation.leaf
         elif self.accumulation is not None and self.accumulation.leaf.grad is not None:
