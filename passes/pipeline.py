@@ -34,8 +34,8 @@ from .merge_unshards import MergeUnshards
 from .overlap_copies import OverlapCopies
 from .partition_joint import PartitionJoint
 from .pin_matmuls import PinMatmuls
-from .plan import Gather, StepPlan
-from .prefetch_all_gather import Ahead, PrefetchAllGather
+from .plan import Gather, PrefetchList, StepPlan
+from .prefetch_all_gather import PrefetchAllGather
 from .verifier import STAGES, Signature, Stage, stage_after, verify, verify_crossing
 
 
@@ -75,8 +75,9 @@ class Pipeline:
         reshard: Mapping[str, bool | metadata.Part] | None = None,
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
-        forward_ahead: Ahead = (),
-        backward_ahead: Ahead = (),
+        forward_lists: tuple[PrefetchList, ...] = (),
+        backward_lists: tuple[PrefetchList, ...] = (),
+        reductions: int | None = None,
         grouped: bool = False,
         plan: StepPlan | None = None,
         passes: Sequence[Pass] = (),
@@ -86,18 +87,20 @@ class Pipeline:
     ) -> Pipeline:
         """The passes with these options; `PartitionJoint`, `PrefetchAllGather` and `InsertAllGather` explain them.
 
-        A `plan` says how the buckets that it names are gathered, and how long reductions may take. `passes` are the
+        `reductions` may be under way at once; None goes by the distance of prefetching. A `plan` says how the buckets
+        that it names are gathered, and how many reductions may be under way. `passes` are the
         user's, for graphs that are in order. With `poison`, freed buffers are filled with NaN; `pin_memory` is
         explained by `OverlapCopies`.
         """
 
-        def side(distance: int, gathers: tuple[Gather, ...], ahead: Ahead) -> tuple[Pass, ...]:
+        def side(distance: int, lists: tuple[PrefetchList, ...], gathers: tuple[Gather, ...]) -> tuple[Pass, ...]:
+            late = min(distance, 1) if reductions is None else reductions
             return (
                 InsertReduceScatter(grouped),
                 InsertAllGather(grouped, gathers),
                 InsertFree(),
-                PrefetchAllGather(distance, gathers, ahead),
-                DelayReduceScatterWait(min(distance, 1) if plan is None else plan.reductions),
+                PrefetchAllGather(distance, gathers, lists),
+                DelayReduceScatterWait(late if plan is None else plan.reductions),
                 OverlapCopies(pin_memory),
                 *passes,
                 EndLives(),
@@ -107,8 +110,8 @@ class Pipeline:
         return cls(
             joint=(MergeUnshards(), MergeGradients()),
             partition=PartitionJoint(dict(reshard or {})),
-            forward=side(forward_prefetch, plan.forward if plan else (), forward_ahead),
-            backward=side(backward_prefetch, plan.backward if plan else (), backward_ahead),
+            forward=side(forward_prefetch, forward_lists, plan.forward if plan else ()),
+            backward=side(backward_prefetch, backward_lists, plan.backward if plan else ()),
             lowering=(LowerCollectives(poison), PinMatmuls()),
             observer=observer,
         )

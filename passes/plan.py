@@ -22,6 +22,14 @@ class Gather:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrefetchList:
+    """Units that are gathered where others are used: `ahead` start no later than the first wait for one of `units`."""
+
+    units: tuple[str, ...]
+    ahead: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class StepPlan:
     """What was decided for one forward and its backward.
 

@@ -22,23 +22,20 @@ import torch.fx
 
 from . import analysis, metadata, ops
 from .errors import pass_error, required_wait
-from .plan import Gather
-
-Ahead = tuple[tuple[str, tuple[str, ...]], ...]
-"""Units, each with others that are gathered where it is used first."""
+from .plan import Gather, PrefetchList
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefetchAllGather:
     """`distance`: how many units ahead of its use a unit is gathered; 0 starts it when it is needed.
 
-    `plan` says instead, for the gathers that it names, before the first use of which parameter they start. `ahead` has,
-    for some units, others that are gathered where the unit is used first, if they would not be gathered before.
+    `plan` says instead, for the gathers that it names, before the first use of which parameter they start; `lists`, for
+    the units ahead that they name, before the use of which units.
     """
 
     distance: int = 1
     plan: tuple[Gather, ...] = ()
-    ahead: Ahead = ()
+    lists: tuple[PrefetchList, ...] = ()
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         position = analysis.positions(gm.graph)
@@ -46,7 +43,8 @@ class PrefetchAllGather:
         start_of_move = starts(gm.graph, self.distance + 1) if self.distance else {}
         planned = planned_starts(gm.graph, self.plan)
         start_of_gather = starts(gm.graph, self.distance) | planned
-        start_of_gather |= earlier_starts(gm.graph, self.ahead, start_of_gather)
+        if self.lists:
+            start_of_gather = in_order(start_of_gather | listed_starts(gm.graph, self.lists), position)
         for gather, start in start_of_gather.items():
             for node in [gather, *_prepares(gather)]:
                 is_early = self.distance and gather not in planned and ops.is_call(node, ops.MOVE)
@@ -71,34 +69,30 @@ def planned_starts(graph: torch.fx.Graph, plan: Sequence[Gather]) -> dict[torch.
             if start is not None and start not in use_of_parameter:
                 raise pass_error(f"{bucket} is planned to start before {start}, which the graph does not use", node)
             found[node] = top if start is None else use_of_parameter[start]
-    return _in_order(found, analysis.positions(graph))
+    return in_order(found, analysis.positions(graph))
 
 
-def earlier_starts(
-    graph: torch.fx.Graph,
-    ahead: Ahead,
-    start_of_gather: Mapping[torch.fx.Node, torch.fx.Node],
-) -> dict[torch.fx.Node, torch.fx.Node]:
-    """Where all-gathers start that `ahead` has start earlier, and those that are waited for before them."""
-    if not ahead:
-        return {}
+def listed_starts(graph: torch.fx.Graph, lists: Sequence[PrefetchList]) -> dict[torch.fx.Node, torch.fx.Node]:
+    """For every all-gather of a unit that is listed the node that it is to start before, if the graph has that.
+
+    Which of several uses of a unit comes first decides, and of several lists with it the earliest.
+    """
     position = analysis.positions(graph)
-    found = dict(start_of_gather)
-    first_use: dict[str, torch.fx.Node] = {}
-    for unit, uses in _uses_of_units(graph):
-        first_use.setdefault(unit, uses[0])
-    for unit, others in ahead:
-        for gather in found:
-            units = {ops.unit_of_bucket(bucket) for bucket in ops.buckets_of(gather)}
-            if unit in first_use and not units.isdisjoint(others):
-                found[gather] = min(found[gather], first_use[unit], key=position.__getitem__)
-    return _in_order(found, position)
+    uses = _uses_of_units(graph)
+    found: dict[torch.fx.Node, torch.fx.Node] = {}
+    for each in lists:
+        anchors = [nodes[0] for unit, nodes in uses if unit in each.units]
+        waits = [use for unit, nodes in uses if unit in each.ahead for use in nodes if ops.is_call(use, ops.WAIT)]
+        for wait in waits if anchors else ():
+            gather: Any = wait.args[0]
+            found[gather] = min(found.get(gather, anchors[0]), anchors[0], key=position.__getitem__)
+    return found
 
 
-def _in_order(
-    start_of_gather: Mapping[torch.fx.Node, torch.fx.Node], position: Mapping[torch.fx.Node, int]
+def in_order(
+    start_of_gather: dict[torch.fx.Node, torch.fx.Node], position: Mapping[torch.fx.Node, int]
 ) -> dict[torch.fx.Node, torch.fx.Node]:
-    """The starts, or earlier ones: each before its wait, and none after a gather that is waited for later."""
+    """The starts, but none after its own wait, or after the start of a gather that is waited for later."""
     found = dict(start_of_gather)
     earliest: list[torch.fx.Node] = []
     for node in sorted(found, key=lambda gather: position[required_wait(gather)], reverse=True):

@@ -1,4 +1,4 @@
-"""FSDP2's `fully_shard`."""
+"""FSDP2's names: `fully_shard`, and `FSDPModule`, which is torch's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from ..api import fsdp_compile, shard
@@ -17,6 +17,8 @@ from ..compiler.options import CompileConfig
 from ..errors import ConfigError
 from ..module.sharded_module import become_sharded_together
 from ..module.sharding import is_sharded, sharding_of
+
+__all__ = ["FSDPModule", "fully_shard"]
 
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
 

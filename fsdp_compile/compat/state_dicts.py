@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from ..module.sharding import sharding_within
+from ..module.sharding import sharding_around
 from .wrapped import fsdp_modules, outermost
 
 _SETTINGS = "_fsdp_state_dict_settings"
@@ -110,6 +110,6 @@ def is_rank0_only(config: StateDictConfig | OptimStateDictConfig) -> bool:
 
 def is_first_rank(module: nn.Module) -> bool:
     """Whether this is the first rank of the mesh that the module is sharded over."""
-    sharding = sharding_within(module)
+    sharding = sharding_around(module)
     mesh = None if sharding is None else sharding.mesh
     return mesh is None or mesh.get_rank() == int(mesh.mesh.flatten()[0])

@@ -18,7 +18,7 @@ import torch.nn as nn
 from ..errors import ConfigError
 from ..module.full_parameters import SummonOptions, summon
 from ..module.sharded_module import ShardedMethods
-from ..module.sharding import Sharding, is_sharded, sharding_within
+from ..module.sharding import Sharding, is_sharded, sharding_around
 
 _MARK = "_fsdp_wrapped"
 
@@ -78,7 +78,7 @@ def summon_full_params(
     if not isinstance(recurse, bool):
         raise ConfigError(f"recurse is a bool, not {recurse!r}")
     options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-    return _summoned([(part, sharding_within(part)) for part in outermost(module)], recurse, options)
+    return _summoned([(part, sharding_around(part)) for part in outermost(module)], recurse, options)
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def _own_parameters(module: nn.Module) -> Collection[nn.Parameter]:
 
 def _apply_to_full(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     """nn.Module.apply, which sees full parameters; what it writes is kept."""
-    sharding = sharding_within(self)
+    sharding = sharding_around(self)
     if sharding is None or sharding.is_summoned:
         return nn.Module.apply(self, fn)
     with summon_full_params(self):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import ConfigError
 from ..layout.buckets import Layout
 from ..passes import ops
+from ..passes.plan import PrefetchList
 from ..runtime.flat_shard import FlatShard
 from ..runtime.groups import num_shards_of
 from ..runtime.optimizers import replacement_of
 from .reading import install_reads
-from .sharded_module import stop_being_root
+from .sharded_module import become_part
 from .sharding import Sharding, is_sharded, sharding_of
 
 
@@ -96,33 +97,44 @@ def _take_over(inner: Sharding, parts: Mapping[str, nn.Module], sharding: Shardi
         _rename(shard, new_name)
         shard.sharding = sharding
     sharding.shards += inner.shards
+    sharding.whole |= {new_name(name): (new_name(unit), value) for name, (unit, value) in inner.whole.items()}
+    sharding.divisors |= inner.divisors
+    sharding.watched |= {(parameter, hook) for parameter, hook in inner.watched if hook == "divide"}
+    for own in inner.owns:
+        own.reshard()
+        own.names = [new_name(name) for name in own.names]
+    sharding.owns += inner.owns
     sharding.checks_gradients |= inner.checks_gradients
     for part in parts.values():
         for module in part.modules():
             if vars(module).get("_fsdp_running") is inner.running:
                 vars(module)["_fsdp_running"] = sharding.running
-            if vars(module).get("_fsdp_part_of") is inner:
-                vars(module)["_fsdp_part_of"] = sharding
         del vars(part)["_fsdp_sharding"]
-        vars(part)["_fsdp_part_of"] = sharding
-        stop_being_root(part)
+        become_part(part)
         vars(part).pop("_compiled_call_impl", None)
 
 
 def _merge_schedules(inner: Sharding, sharding: Sharding, new_name: Callable[[str], str]) -> None:
-    """Let the units of `inner`, under their new names, keep what was decided for them."""
+    """Let the units of `inner`, under their new names, keep what was decided for their resharding."""
     num_shards = num_shards_of(sharding.mesh)
     own = sharding.schedule.reshard_of_unit(sharding.units, num_shards)
     adopted = inner.schedule.reshard_of_unit(inner.units, num_shards)
     reshard = own | {new_name(unit): value for unit, value in adopted.items()}
-    ahead = {
-        side: getattr(sharding.schedule, side)
-        + tuple((new_name(unit), tuple(map(new_name, others))) for unit, others in getattr(inner.schedule, side))
-        for side in ("forward_ahead", "backward_ahead")
-    }
-    sharding.schedule = dataclasses.replace(sharding.schedule, reshard_after_forward=reshard or None, **ahead)
+    schedule = sharding.schedule
+    most = max((each for each in (schedule.reductions, inner.schedule.reductions) if each), default=None)
+    sharding.schedule = dataclasses.replace(
+        schedule,
+        reshard_after_forward=reshard or None,
+        forward_lists=(*schedule.forward_lists, *_renamed(inner.schedule.forward_lists, new_name)),
+        backward_lists=(*schedule.backward_lists, *_renamed(inner.schedule.backward_lists, new_name)),
+        reductions=most,
+    )
     sharding.units += [new_name(unit) for unit in inner.units]
     sharding.parts |= inner.parts
+
+
+def _renamed(lists: Sequence[PrefetchList], new_name: Callable[[str], str]) -> list[PrefetchList]:
+    return [PrefetchList(tuple(map(new_name, each.units)), tuple(map(new_name, each.ahead))) for each in lists]
 
 
 def _rename(shard: FlatShard, new_name: Callable[[str], str]) -> None:

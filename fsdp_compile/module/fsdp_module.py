@@ -1,15 +1,15 @@
-"""FSDP2's methods: what `fully_shard` gives to every module that it is applied to.
+"""FSDP2's methods: what torch's FSDPModule offers, on every module that was sharded by a call of its own.
 
-Such a module's own parameters are those at or below it that are not of another such module below it.
+A method acts on the units that the call has sharded, its own; with `recurse`, on those of sharded modules below, too.
+What the schedule decides is changed in the schedule, and the next call compiles by it. What does not exist here is
+refused with the reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn as nn
@@ -18,144 +18,183 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from ..checks import check_bool
 from ..errors import ConfigError
 from ..layout.options import GradientReduction
-from ..runtime.flat_shard import FlatShard
-from .reading import generated_subclass, original_class
-from .sharding import sharding_around
-from .unsharding import Unsharded, unshard
+from ..passes.plan import PrefetchList
+from ..planning.options import ScheduleConfig
+from ..runtime.groups import num_shards_of
+from .own_units import OwnUnits, Unsharded, own_units_below, own_units_of
+from .sharding import Sharding
+from .unit_state import UnitState
+from .unsharded import start_unsharding
 
 
-def become_fsdp_module(module: nn.Module) -> None:
-    """Give a module that is sharded, or a part of one that is, FSDP2's class and methods."""
-    if not isinstance(module, ShardedUnit):
-        module.__class__ = generated_subclass(type(module), {}, ShardedUnit)
-
-
-def own_shards(module: nn.Module) -> list[FlatShard]:
-    """The shards of the module's own parameters."""
-    below = {part for inner in _units_below(module) for part in inner.modules()}
-    own = set(module.modules()) - below
-    return [shard for shard in sharding_around(module).shards if any(owner in own for owner, _ in shard.owners)]
-
-
-def _units_below(module: nn.Module) -> Iterator[nn.Module]:
-    return (inner for inner in module.modules() if inner is not module and isinstance(inner, ShardedUnit))
-
-
-def _shards(module: nn.Module, recurse: bool) -> list[FlatShard]:
-    """The shards of a module's own parameters, and of those of the units below it."""
-    check_bool("recurse", recurse)
-    modules = [module, *_units_below(module)] if recurse else [module]
-    return list(dict.fromkeys(itertools.chain.from_iterable(own_shards(each) for each in modules)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Handle(UnshardHandle):
-    """What `unshard(async_op=True)` returns."""
-
-    parts: tuple[Unsharded, ...]
-
-    def wait(self) -> None:
-        """Wait for the gathers, and put the full parameters in their places."""
-        for part in self.parts:
-            part.wait()
-
-
-class ShardedUnit(FSDPModule, nn.Module):
-    """Mixed into the class of every module that was sharded by a call of its own; torch's class, for isinstance."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Without arguments an empty one, for copies; with some, one of the user's class: a slice of a container."""
-        return original_class(cls)(*args, **kwargs) if args or kwargs else object.__new__(cls)
+class FSDPMethods(nn.Module):
+    """What a module gains by being sharded, besides what only a root has; a name of its own is not replaced."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own parameters: until `reshard()` they are full, plain parameters.
+        """Gather the module's own units: its parameters are full, plain ones, in `mp_policy`'s dtype, until `reshard`.
 
-        They have the dtype that the forward computes with. The next call of the model gathers as its schedule says, and
-        ends this before; so does `state_dict()`. What is written to the full parameters is lost, with a warning. Every
-        rank calls it.
+        All ranks call it. A call of the model gathers for itself: it reshards first, as do `state_dict`,
+        `load_state_dict`, `zero_grad`, `.to` and the like. Inside a forward or backward the schedule has decided what
+        is gathered when, and this does nothing; with a single rank, where parameters are whole, neither.
 
         Args:
-            async_op: whether to return before the gathers are done, with a handle whose `wait()` ends them. Until then
-                the sharded parameters are in place.
+            async_op: return at once; until `wait()` of the handle that is returned, the parameters are sharded ones.
 
         Raises:
-            RuntimeError: in a forward or backward, or inside summon_full_params.
+            RuntimeError: inside summon_full_params; or parameters are on the meta device.
         """
-        check_bool("async_op", async_op)
-        sharding = sharding_around(self)
-        sharding.refuse_if_summoned("unshard")
-        if sharding.running:
-            raise RuntimeError("unshard was called in a forward or a backward: the schedule gathers there")
-        shards = own_shards(self)
-        for shard in shards:
-            if shard.unsharded is None:
-                shard.check_views()
-        handle = Handle(tuple(unshard(self, shards)))
+        if torch.compiler.is_compiling() or (own := _resting(self)) is None:
+            return _Handle(None) if async_op else None
+        if (sharding := _sharding_of(own)) is not None:
+            sharding.refuse_if_summoned("unshard")
+        unsharded = start_unsharding(own)
         if async_op:
-            return handle
-        handle.wait()
+            return _Handle(unsharded)
+        unsharded.wait()
         return None
 
     def reshard(self) -> None:
-        """Free what `unshard` gathered of this module's own parameters: the sharded ones are back in their places."""
-        for shard in own_shards(self):
-            shard.reshard()
+        """Free the full parameters of the module's own units: the sharded ones are back.
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the backwards of the next forwards reduce gradients; if not, they keep them, full, on every rank.
-
-        The first backward that reduces again reduces what was kept, together with its own gradients. Until then `.grad`
-        of the parameters does not change, and `optimizer.zero_grad()` does not reach what is kept; `model.zero_grad()`
-        does. With a single rank there is nothing to reduce.
-
-        Args:
-            recurse: whether it is said of the units below, too.
-        """
-        check_bool("requires_gradient_sync", requires_gradient_sync)
-        for shard in _shards(self, recurse):
-            shard.keeps_gradients = not requires_gradient_sync
-            shard.keeps_for_replicas = not requires_gradient_sync
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards end with the reduction over the replicas of a mesh of two dimensions.
-
-        If not, gradients are kept, full, as by `set_requires_gradient_sync(False)`: the reduction over the shards waits
-        for that over the replicas, and the gradients in the end are the same. With one dimension there are no replicas,
-        and nothing changes.
-        """
-        check_bool("requires_all_reduce", requires_all_reduce)
-        for shard in _shards(self, recurse):
-            shard.keeps_for_replicas = not requires_all_reduce
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """FSDP2's, which lets backwards end before their reductions. Here each ends with its own, by either value."""
-        check_bool("is_last_backward", is_last_backward)
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether units are resharded between forward and backward, from the next call on.
-
-        The first call with another value compiles anew. Calls without gradients free every unit by either value.
+        What was written to the full ones is lost. Inside a forward or backward this does nothing, as `unshard`.
 
         Raises:
-            ConfigError: it is no bool.
+            RuntimeError: full parameters have gradients, which nothing has reduced.
         """
+        if not torch.compiler.is_compiling() and (own := _resting(self)) is not None:
+            own.reshard()
+
+    def reset_iter_state(self) -> None:
+        """After an exception in a forward or backward: parameters are sharded, and gradients that were kept are gone.
+
+        Nothing else is left of such a step; without this, kept gradients would count in the next one that reduces.
+
+        Raises:
+            RuntimeError: the module is not the outermost one.
+        """
+        if "_fsdp_sharding" not in vars(self):
+            raise RuntimeError("reset_iter_state is for the outermost sharded module")
+        for own in vars(self)["_fsdp_sharding"].owns:
+            own.reshard()
+            for shard in own.shards:
+                if shard.accumulation is not None:
+                    shard.accumulation.clear()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """FSDP2's, whose reductions may go on until the backward that it calls the last.
+
+        Every backward ends with its own reductions. Either value leads to the same gradients.
+        """
+        check_bool("is_last_backward", is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether gradients are reduced; if not, backwards keep them, full, on every rank.
+
+        A forward decides it for its backward, and True in between still reduces at the end of that. The first backward
+        that reduces again reduces what was kept, together with its own gradients. Until then `.grad` of the parameters
+        does not change, and `optimizer.zero_grad()` does not reach what is kept; `model.zero_grad()` does. With a
+        single rank there is nothing to reduce.
+        """
+        check_bool("requires_gradient_sync", requires_gradient_sync)
+        for own in _own_units(self, recurse):
+            for shard in own.shards:
+                shard.reduces = shard.all_reduces = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether gradients are all-reduced between the replicas of a mesh of two dimensions.
+
+        If not, the reduce-scatter is kept back with the all-reduce: each rank keeps full gradients, where FSDP2 keeps
+        shards. A mesh of one dimension has no replicas, and reduces. See `set_requires_gradient_sync`.
+        """
+        check_bool("requires_all_reduce", requires_all_reduce)
+        for own in _own_units(self, recurse):
+            for shard in own.shards:
+                shard.all_reduces = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether full parameters are freed between forward and backward; the next call compiles by it."""
         check_bool("reshard_after_forward", reshard_after_forward)
-        sharding_around(self).reshard_by(_shards(self, recurse), reshard_after_forward)
+        _change_reshard(list(_own_units(self, recurse)), reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """FSDP2's, which with False trades memory for a gather in the next forward.
+        """FSDP2's, which with False keeps full parameters from a backward to the next forward.
 
-        No full parameter outlives a compiled backward: the next forward gathers again. The numbers are the same, and
-        False says so in a warning.
+        No full parameter outlives a backward: every forward gathers. Either value leads to the same numbers.
         """
         check_bool("reshard_after_backward", reshard_after_backward)
         check_bool("recurse", recurse)
-        if not reshard_after_backward:
-            warnings.warn(
-                "set_reshard_after_backward(False): a compiled backward frees what it gathered, and the next forward "
-                "gathers again",
-                stacklevel=2,
-            )
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather the units of `modules` in the forward where the module's own are used, or earlier.
+
+        Units of no list are gathered `forward_prefetch` units ahead. An empty list takes back what was set; the next
+        call compiles anew.
+
+        Raises:
+            ConfigError: something is no sharded module of the same model, or the schedule is planned (`hardware`).
+        """
+        _change_lists(cast(nn.Module, self), modules, "forward_lists")
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather the units of `modules` in the backward where the module's own are used, or earlier.
+
+        Otherwise as `set_modules_to_forward_prefetch`.
+        """
+        _change_lists(cast(nn.Module, self), modules, "backward_lists")
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """An event that the current stream waits for before the next forward, for an optimizer on another one."""
+        if not callable(getattr(event, "wait", None)):
+            raise ConfigError(f"event is a torch.Event, not {event!r}")
+        if "_fsdp_sharding" not in vars(self):
+            raise ConfigError("set_post_optim_event is for the outermost sharded module")
+        vars(self)["_fsdp_sharding"].post_optim_event = event
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """From the next forward on, gradients of the module's own units are sums over the ranks divided by `factor`.
+
+        The next call compiles anew, if the number is another.
+
+        Raises:
+            ConfigError: `factor` is no positive number; nothing has changed.
+        """
+        reduction = GradientReduction.divided_by(factor)
+        for own in _own_units(self, recurse=False):
+            own.reduce_by(reduction, sums=own.sums)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        reduction = GradientReduction.divided_by(factor)
+        for own in _own_units(self, recurse=False):
+            own.reduce_by(reduction, sums=own.sums)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether collectives only sum the gradients of the module's own units, and a division follows."""
+        check_bool("enable", enable)
+        for own in _own_units(self, recurse=False):
+            own.reduce_by(own.reduction, sums=enable)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """FSDP2's, which with True reduces zeros for parameters that this rank has no gradient for.
+
+        That is always so for what any rank has a gradient for. Either value leads to the same gradients; ranks whose
+        forwards use different parameters raise RankError with both.
+        """
+        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        check_bool("recurse", recurse)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be under way at once: the largest number that a module of the model was given."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise ConfigError(f"max_input_buffers is a positive int, not {max_input_buffers!r}")
+        owns = list(_own_units(self, recurse))
+        for sharding in _shardings(owns):
+            _refuse_planned(sharding, "set_reduce_scatter_max_input_buffers")
+        for own in owns:
+            own.reductions = max_input_buffers
+        for sharding in _shardings(owns):
+            most = max(own.reductions for own in sharding.owns if own.reductions is not None)
+            sharding.change_schedule(dataclasses.replace(sharding.schedule, reductions=most))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """FSDP2's, which says with False that the backward does not read the module's parameters.
@@ -165,144 +204,119 @@ class ShardedUnit(FSDPModule, nn.Module):
         """
         check_bool("unshard_in_backward", unshard_in_backward)
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The own parameters of these modules are gathered, at the latest, where the forward first uses this one's.
+    def set_custom_all_gather(self, comm: object) -> NoReturn:
+        """Refused: graphs call functional collectives, which a compiler knows."""
+        raise _refusal("set_custom_all_gather", "the collectives of a compiled graph are torch's functional ones")
 
-        An empty list takes it back. The next call compiles anew, once for each list.
+    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
+        """Refused, as `set_custom_all_gather`."""
+        raise _refusal("set_custom_reduce_scatter", "the collectives of a compiled graph are torch's functional ones")
 
-        Raises:
-            ValueError: one of the modules is no FSDPModule.
-            ConfigError: it is not a part of the same model, or the schedule is planned (`hardware=`).
-        """
-        self._gather_ahead("forward", modules)
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """As `set_modules_to_forward_prefetch`, in the backward."""
-        self._gather_ahead("backward", modules)
-
-    def _gather_ahead(self, side: str, modules: Iterable[FSDPModule]) -> None:
-        sharding, modules = sharding_around(self), list(modules)
-        for each in modules:
-            if not isinstance(each, FSDPModule):
-                raise ValueError(f"expects modules that fully_shard was applied to, and got a {type(each).__name__}")
-            if not isinstance(each, ShardedUnit) or sharding_around(each) is not sharding:
-                raise ConfigError(
-                    f"set_modules_to_{side}_prefetch: a {type(each).__name__} is no part of the same sharded model: "
-                    "shard the model that holds both first"
-                )
-        ahead = itertools.chain.from_iterable(own_shards(each) for each in modules if isinstance(each, ShardedUnit))
-        sharding.gather_ahead(side, own_shards(self), ahead)
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """From the next forward on, gradients of this module's own parameters are sums over the ranks, divided.
-
-        The next call compiles anew, if the number is another.
-
-        Raises:
-            ConfigError: `factor` is no positive number; nothing has changed.
-            RuntimeError: there is a single rank, and this is not the outermost sharded module.
-        """
-        reduction, sharding = GradientReduction.divided_by(factor), sharding_around(self)
-        if sharding.mesh is None:
-            _check_outermost(self, "set_gradient_divide_factor")
-            sharding.divisor = reduction.divisor
-        for shard in own_shards(self):
-            shard.reduce_by(reduction)
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether collectives only sum, and a division follows, where they would compute means.
-
-        It is the same as `set_gradient_divide_factor` by the number of ranks. False returns to means, unless another
-        divisor was set.
-        """
-        check_bool("enable", enable)
-        for shard in own_shards(self):
-            reduction, num_ranks = shard.layout.reduction, float(shard.mesh.size())
-            if enable and reduction.operator == "avg":
-                shard.reduce_by(GradientReduction("sum", num_ranks))
-            elif not enable and reduction == GradientReduction("sum", num_ranks):
-                shard.reduce_by(GradientReduction())
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """An event that the gathers of the next call wait for, besides the work that the current stream has."""
-        sharding_around(self).post_optim_event = event
-
-    def reset_iter_state(self) -> None:
-        """Forget what a forward or backward left that ended in an exception: gradients that `no_sync` kept, too.
-
-        Raises:
-            RuntimeError: the module is a part of a model that was sharded after it.
-        """
-        _check_outermost(self, "reset_iter_state")
-        sharding_around(self).forget_step()
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Refused with True: ranks may leave out outputs in their losses, but forwards have to read the same."""
-        check_bool("recurse", recurse)
-        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        if reduce_scatter_unused_params:
-            _refuse("set_reduce_scatter_unused_params(True)", "ranks whose forwards differ raise RankError")
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Refused, except for 1: one reduction is under way at a time, unless a plan (`hardware=`) allows more."""
-        check_bool("recurse", recurse)
-        if isinstance(max_input_buffers, bool) or max_input_buffers != 1:
-            _refuse("set_reduce_scatter_max_input_buffers", "hardware= plans how many reductions are under way")
-
-    def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Refused: collectives are nodes of the graph."""
-        _refuse("set_custom_all_gather", "collectives are nodes of the graph: collective_lowering= says in which form")
-
-    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Refused: collectives are nodes of the graph."""
-        _refuse(
-            "set_custom_reduce_scatter", "collectives are nodes of the graph: collective_lowering= says in which form"
-        )
-
-    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
-        """Refused: a hook of a parameter gets its reduced gradient."""
-        _refuse("set_all_reduce_hook", "parameter.register_hook gets the reduced gradient of a parameter, a DTensor")
+    def set_all_reduce_hook(self, hook: object, *, stream: object = None) -> NoReturn:
+        """Refused: hooks of parameters get reduced gradients."""
+        instead = "parameter.register_hook and register_post_accumulate_grad_hook get each reduced gradient, a DTensor"
+        raise _refusal("set_all_reduce_hook", instead)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Refused with True: reductions run in the order of the schedule, in the group of the mesh."""
+        """Refused with True: gathers and reductions share the mesh's process group; False is how it is."""
         check_bool("enable", enable)
+        check_bool("recurse", recurse)
         if enable:
-            _refuse("set_separate_reduce_scatter_group", "reductions run in the group of the mesh, as scheduled")
+            raise _refusal("set_separate_reduce_scatter_group", "the collectives of a mesh axis share its group")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refused with True: the compiled program allocates its own buffers."""
+        """Refused with True: the compiler allocates the buffers of a graph; False is how it is."""
         check_bool("enable", enable)
         if enable:
-            _refuse("set_allocate_memory_from_process_group_for_comm", "the compiled program allocates its buffers")
+            reason = "buffers of collectives are those of the compiled graph"
+            raise _refusal("set_allocate_memory_from_process_group_for_comm", reason)
 
-    def set_symm_mem_for_comm(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the compiled program allocates its own buffers."""
-        _refuse("set_symm_mem_for_comm", "the compiled program allocates its buffers")
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Refused: the compiler allocates the buffers of a graph."""
+        raise _refusal("set_symm_mem_for_comm", "buffers of collectives are those of the compiled graph")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """FSDP2's: whether gathers run beside compute. They do by either value, as the schedule says."""
+        """FSDP2's, for how its gathers allocate. Gathers here always run beside compute; either value is the same."""
         check_bool("async_op", async_op)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """What `.to`, `.half` and `.cuda` do, for sharded parameters; torch's would look for FSDP2's state."""
-        self.reshard()
-        return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As of any module; what was unsharded at or below it is resharded before."""
-        for shard in _shards(self, recurse=True):
-            shard.reshard()
-        return super().state_dict(*args, **kwargs)
+    def _get_fsdp_state(self) -> UnitState:
+        return UnitState(cast(nn.Module, self))
 
 
-def _check_outermost(module: nn.Module, what: str) -> None:
-    if "_fsdp_sharding" not in vars(module):
-        raise RuntimeError(f"{what} of a {type(module).__name__}: call that of the outermost sharded module")
+class _Handle(UnshardHandle):
+    """What `unshard(async_op=True)` returns."""
+
+    def __init__(self, unsharded: Unsharded | None) -> None:
+        self._unsharded = unsharded
+
+    def wait(self) -> None:
+        """Have the full parameters in their places, unless they were resharded or the model was called since."""
+        unsharded, self._unsharded = self._unsharded, None
+        if unsharded is not None and not unsharded.is_over:
+            unsharded.wait()
 
 
-def _refuse(what: str, instead: str) -> NoReturn:
-    raise ConfigError(f"{what} is not supported: {instead}")
+def _resting(module: nn.Module) -> OwnUnits | None:
+    """The module's own units, outside of forwards and backwards of a model that is sharded over several ranks."""
+    own = own_units_of(module)
+    sharding = None if own is None else _sharding_of(own)
+    return None if sharding is None or sharding.running else own
+
+
+def _sharding_of(own: OwnUnits) -> Sharding | None:
+    """Of the model that the units are a part of; None if they have no shards, as with a single rank."""
+    return cast("Sharding | None", own.shards[0].sharding) if own.shards else None
+
+
+def _own_units(module: nn.Module, recurse: bool) -> list[OwnUnits]:
+    check_bool("recurse", recurse)
+    return list(own_units_below(module, recurse=recurse))
+
+
+def _shardings(owns: Sequence[OwnUnits]) -> list[Sharding]:
+    """Of the models that have these units; without those of a single rank."""
+    return list(dict.fromkeys(found for own in owns if (found := _sharding_of(own)) is not None))
+
+
+def _change_reshard(owns: list[OwnUnits], reshard: bool) -> None:
+    for sharding in _shardings(owns):
+        names = [name for own in owns if _sharding_of(own) is sharding for name in own.names]
+        known = sharding.schedule.reshard_of_unit(sharding.units, num_shards_of(sharding.mesh))
+        changed = {**known, **dict.fromkeys(names, reshard)}
+        sharding.change_schedule(dataclasses.replace(sharding.schedule, reshard_after_forward=changed))
+
+
+def _change_lists(module: nn.Module, modules: object, field: str) -> None:
+    """Have the units of `modules` gathered where those of `module` are used, in one of the lists of the schedule."""
+    if not isinstance(modules, (list, tuple)) or not all(isinstance(each, FSDPModule) for each in modules):
+        raise ConfigError(f"modules is a list of FSDPModules, not {modules!r}")
+    here = _units_at_or_below(module)
+    ahead = [own for each in modules if (own := own_units_of(cast(nn.Module, each))) is not None]
+    if not (shardings := _shardings([*here, *ahead])):
+        return  # a single rank gathers nothing
+    if len(shardings) > 1:
+        raise ConfigError("prefetching is between modules of one model: shard the module that holds them first")
+    [sharding] = shardings
+    _refuse_planned(sharding, "a list of modules to prefetch")
+    anchor = tuple(name for own in here for name in own.names)
+    new = PrefetchList(anchor, tuple(name for own in ahead for name in own.names))
+    lists = [each for each in getattr(sharding.schedule, field) if each.units != anchor]
+    lists += [new] if new.ahead else []
+    changes: dict[str, Any] = {field: tuple(lists)}
+    sharding.change_schedule(dataclasses.replace(sharding.schedule, **changes))
+
+
+def _units_at_or_below(module: nn.Module) -> list[OwnUnits]:
+    """The module's own units; of one that has none, those below it, with the first of which it begins."""
+    own = own_units_of(module)
+    return [own] if own is not None and own.names else list(own_units_below(module))
+
+
+def _refuse_planned(sharding: Sharding, what: str) -> None:
+    schedule: ScheduleConfig = sharding.schedule
+    if schedule.hardware is not None:
+        raise ConfigError(f"{what} would contradict the schedule, which is planned: leave out hardware and budget")
+
+
+def _refusal(name: str, reason: str) -> ConfigError:
+    return ConfigError(f"{name} is not supported: {reason}")

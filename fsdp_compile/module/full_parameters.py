@@ -11,9 +11,11 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from ..layout.buckets import Slot
+from ..layout.buckets import Layout, Slot
+from ..passes import ops
+from ..runtime.assembly import ASSEMBLE
+from ..runtime.collectives import gather_chunk, running_alone
 from ..runtime.flat_shard import FlatShard
-from ..runtime.gathering import Gathering
 from ..runtime.views import laid_out_as, local_tensor, local_views, part_of_rank
 from .sharding import Sharding
 
@@ -89,6 +91,7 @@ def summon(
         only: which parameters of `model`; None is all.
     """
     sharding.refuse_if_summoned("summon_full_params")
+    sharding.reshard()
     if sharding.running:
         raise RuntimeError("summon_full_params was called in a forward or a backward: call it between them")
     sharding.check()
@@ -173,7 +176,31 @@ def _flat_gradient(shard: FlatShard) -> torch.Tensor:
 
 def _gather(shard: FlatShard, flat: torch.Tensor) -> list[torch.Tensor]:
     """The full tensors of a bucket on the mesh's device, from what every rank's shard (or its gradient) holds."""
-    return Gathering(shard, flat, f"the gather of all of {shard.layout.bucket}").wait()
+    layout = shard.layout
+    if flat.is_meta:
+        raise RuntimeError(f"{layout.slots[0].parameter} has no values on the meta device: call model.to_empty first")
+    num_ranks, group = layout.shards.size, layout.shards.group
+    gathered = flat.to(shard.mesh.device_type)
+    if num_ranks > 1:
+        with running_alone(f"the gather of all of {layout.bucket}", shard.agreement, group):
+            gathered = gather_chunk(gathered, num_ranks, group)
+    return full_tensors(gathered, layout)
+
+
+def full_tensors(gathered: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The full tensors in what all ranks' shards hold, one after another."""
+    num_ranks = layout.shards.size
+    gathered = gathered.view(num_ranks, -1)
+    full = []
+    for slot in layout.slots:
+        chunks = gathered[:, slot.offset : slot.offset + ops.shard_numel(slot.rows, num_ranks)]
+        if not slot.shape:
+            full.append(chunks.reshape(()))
+            continue
+        num_rows, *inner = slot.rows
+        rows = chunks.reshape(num_ranks * ops.shard_rows(slot.rows, num_ranks), *inner)[:num_rows]
+        full.append(ASSEMBLE(rows, slot.shape, slot.dim, num_ranks) if slot.dim else rows)
+    return full
 
 
 def _parameter(

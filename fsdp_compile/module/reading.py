@@ -160,7 +160,15 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout], of_meta: str | tor
     return copied
 
 
-class ReadingModule(CalledByItself, RefusesWrappers):
+class Generated:
+    """Mixed into classes that are generated."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Without arguments, as copies are made; with some, a slice of a container: of the class that was written."""
+        return original_class(cls)(*args, **kwargs) if args or kwargs else object.__new__(cls)
+
+
+class ReadingModule(Generated, CalledByItself, RefusesWrappers):
     """Mixed into every module with sharded parameters: it lists them as its properties read them."""
 
     _fsdp_running: Running
@@ -235,12 +243,15 @@ def _generated(base: type[nn.Module], names: tuple[str, ...]) -> _Generated:
 
 
 def generated_subclass(
-    base: type[nn.Module], namespace: Mapping[str, Any], mixin: type | None = None
+    base: type[nn.Module], namespace: Mapping[str, Any], mixin: type | None = None, kind: type | None = None
 ) -> type[nn.Module]:
-    """A subclass, with the methods of `mixin` before those of `base`, that prints and documents itself as `base`."""
+    """A subclass, with the methods of `mixin` before those of `base`, that prints and documents itself as `base`.
+
+    For isinstance it is a `kind`, too, whose methods come last.
+    """
     names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     names["_fsdp_base"] = base
-    bases = (base,) if mixin is None else (mixin, base)
+    bases = tuple(each for each in (mixin, base, kind) if each is not None)
     return type(base.__name__, bases, {**names, **namespace})
 
 

@@ -15,13 +15,14 @@ from ..errors import ConfigError
 from ..layout.buckets import Layout, Placement, lay_out
 from ..layout.options import OffloadConfig
 from ..layout.precision import install_casts
-from ..runtime.flat_shard import FlatShard
+from ..runtime.flat_shard import Divisor, FlatShard
 from ..runtime.gradients import carry_hooks
 from ..runtime.groups import axes_of, num_shards_of, part_of
 from ..runtime.optimizers import note_replacement
 from ..runtime.reads import LocalRead, Read
 from ..runtime.recomputation import checkpoint_in_forward
 from .decision import Decision
+from .own_units import OwnUnits
 from .reading import Running, install_reads
 from .sharding import Sharding
 
@@ -36,8 +37,9 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
     )
     if decision.mesh is None:
         _keep_whole(model, decision, sharding.running)
-        sharding.divisor = decision.options.reduction.divisor
         sharding.whole = {name: (unit.name, value) for unit in decision.units for name, value in unit.parameters}
+        divisor = decision.options.reduction.divisor
+        sharding.divisors = {parameter: Divisor(divisor) for _, parameter in sharding.whole.values()}
     else:
         reshard = decision.with_shards(num_shards_of(decision.mesh)).values()
         for size in sorted({value for value in reshard if not isinstance(value, bool)}):
@@ -45,6 +47,11 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
         _replace_parameters(model, decision, decision.mesh, sharding)
     install_casts(model, decision.precision)
     checkpoint_in_forward(model)
+    own = OwnUnits(
+        (model,), list(sharding.units), [*sharding.shards], [*sharding.divisors.values()], decision.options.reduction
+    )
+    own.note()
+    sharding.owns.append(own)
     vars(model)["_fsdp_sharding"] = sharding
     return sharding
 

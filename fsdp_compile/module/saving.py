@@ -23,6 +23,7 @@ from ..layout.buckets import NO_AXIS, Axis, Layout
 from ..runtime.flat_shard import FlatShard
 from ..runtime.groups import axes_of, mesh_over, part_of
 from ..runtime.reads import LocalRead, Read
+from .own_units import OwnUnits
 from .reading import install_reads, original_class
 from .replacement import owners_of_parameters
 from .sharding import Sharding, note_sharding, sharding_of
@@ -39,6 +40,8 @@ _MADE_ANEW = {
     "looked",
     "watched",
     "is_summoned",
+    "owns",
+    "schedules",
     "post_optim_event",
 }  # not saved of a Sharding
 _INSTEAD = (
@@ -143,10 +146,18 @@ def save(model: nn.Module, protocol: int) -> tuple[Saved, list[torch.Tensor], li
     pickler = _Pickler(buffer, protocol, model)
     state = {field.name: getattr(sharding, field.name) for field in dataclasses.fields(sharding)}
     state = {name: value for name, value in state.items() if name not in _MADE_ANEW}
-    pickler.dump((model, state, _local_reads(model), *_taken_out(model)))
+    owns = [_saved_own(own, sharding) for own in sharding.owns]
+    pickler.dump((model, state, _local_reads(model), owns, *_taken_out(model)))
     shards = [SavedShard.of(shard) for shard in sharding.shards]
     saved = Saved(MeshPosition.of(sharding.mesh), list(sharding.parts), shards, buffer.getvalue())
     return saved, [shard.data.detach() for shard in sharding.shards], pickler.tensors
+
+
+def _saved_own(own: OwnUnits, sharding: Sharding) -> tuple[Any, ...]:
+    """What `OwnUnits` takes, with the numbers of shards and the parameters of divisors in their places."""
+    shards = [sharding.shards.index(shard) for shard in own.shards]
+    divided = [parameter for parameter, divisor in sharding.divisors.items() if divisor in own.divisors]
+    return own.modules, own.names, shards, divided, own.reduction, own.sums, own.reductions
 
 
 def _local_reads(model: nn.Module) -> list[tuple[nn.Parameter | None, LocalRead]]:
@@ -158,8 +169,8 @@ def _local_reads(model: nn.Module) -> list[tuple[nn.Parameter | None, LocalRead]
     ]
 
 
-def load(saved: Saved, flats: list[torch.Tensor], tensors: list[torch.Tensor]) -> nn.Module:
-    """The model with its parameters sharded; it has yet to become a sharded module.
+def load(saved: Saved, flats: list[torch.Tensor], tensors: list[torch.Tensor]) -> tuple[nn.Module, list[OwnUnits]]:
+    """The model with its parameters sharded, which has yet to become a sharded module, and its units by their calls.
 
     Raises:
         ConfigError: this is another rank, or another number of ranks, than the model was saved on.
@@ -170,12 +181,15 @@ def load(saved: Saved, flats: list[torch.Tensor], tensors: list[torch.Tensor]) -
     if mesh is not None:
         shards = [shard.around(flat, mesh) for shard, flat in zip(saved.shards, flats, strict=True)]
         parts = {size: part_of(mesh, size) for size in saved.part_sizes}
-    model, state, local_reads, *taken_out = _Unpickler(io.BytesIO(saved.modules), mesh, shards, tensors).load()
+    model, state, local_reads, owns, *taken_out = _Unpickler(io.BytesIO(saved.modules), mesh, shards, tensors).load()
     sharding = Sharding(mesh=mesh, shards=shards, parts=parts, **state)
     install_reads(model, dict(local_reads) | _reads([model, *taken_out], shards), sharding.running)
     vars(model)["_fsdp_sharding"] = sharding
     note_sharding(model, sharding)
-    return model  # type: ignore[no-any-return]
+    return model, [
+        OwnUnits(modules, names, [shards[i] for i in indices], [sharding.divisors[each] for each in divided], *rest)
+        for modules, names, indices, divided, *rest in owns
+    ]
 
 
 def _taken_out(model: nn.Module) -> list[nn.Module]:

@@ -7,13 +7,14 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..costs import Explanation, Hardware, explain
@@ -27,46 +28,60 @@ from ..runtime.modules import not_captured
 from ..runtime.recomputation import checkpoint_in_forward
 from ..runtime.views import without_offset
 from . import saving
-from .fsdp_module import become_fsdp_module
+from .fsdp_module import FSDPMethods
 from .full_parameters import SummonOptions, summon
 from .loading import shard_state
+from .own_units import OwnUnits, own_units_below
 from .pretrained import saving_whole
-from .reading import generated_subclass, is_reading
+from .reading import Generated, generated_subclass, is_reading, original_class
 from .sharding import Sharding, note_sharding, sharding_of
 
 
 def become_sharded(model: nn.Module) -> None:
     """Give a model whose parameters are sharded its new class."""
-    become_fsdp_module(model)
-    gained = {
-        name: value
-        for name, value in vars(ShardedMethods).items()
-        if not name.startswith("__") and not hasattr(model, name)
-    }
+    gained = _gained(model, ShardedMethods, FSDPMethods)
     if is_reading(model):
         gained["forward"] = _within(type(model).forward, is_call=True)
     written: Any = type(model)
     if hasattr(written, "save_pretrained"):
         gained["save_pretrained"] = saving_whole(written.save_pretrained)
-    model.__class__ = generated_subclass(type(model), gained, ShardedModule)
+    model.__class__ = generated_subclass(type(model), gained, ShardedModule, FSDPModule)
+
+
+def _gained(model: nn.Module, *sources: type) -> dict[str, Any]:
+    return {
+        name: value
+        for source in sources
+        for name, value in vars(source).items()
+        if not name.startswith("__") and not hasattr(model, name)
+    }
 
 
 def become_sharded_together(modules: Sequence[nn.Module], sharding: Sharding) -> None:
     """Give each of the modules whose parameters are sharded as one unit its new class; they share the sharding."""
     sharding.together = tuple(modules)
+    [own] = sharding.owns[:1]
+    own.modules = sharding.together
+    own.note()
     for module in modules:
         vars(module)["_fsdp_sharding"] = sharding
         become_sharded(module)
 
 
-def stop_being_root(model: nn.Module) -> None:
-    """Take from a model what `become_sharded` gave it, except for the methods that were registered since."""
+def become_part(model: nn.Module) -> None:
+    """Take from a model what `become_sharded` gave it, except for FSDP2's methods and those registered since."""
 
     def without(cls: type[nn.Module]) -> type[nn.Module]:
         base, methods = vars(cls)["_fsdp_base"], vars(cls).get("_fsdp_methods")
         return base if methods is None else _with_methods(without(base), methods)
 
     model.__class__ = without(type(model))
+    become_unit(model)
+
+
+def become_unit(module: nn.Module) -> None:
+    """Give a sharded module of a larger one the class with FSDP2's methods."""
+    module.__class__ = generated_subclass(type(module), _gained(module, FSDPMethods), PartModule, FSDPModule)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -109,7 +124,43 @@ def _within(method: Callable[..., Any], *, is_call: bool) -> Callable[..., Any]:
     return run
 
 
-class ShardedModule:
+class Reshards(Generated):
+    """Mixed into the classes of modules that were sharded: what needs sharded parameters brings them back first."""
+
+    def _fsdp_reshard(self) -> None:
+        for own in own_units_below(self):  # type: ignore[arg-type]
+            own.reshard()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._fsdp_reshard()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._fsdp_reshard()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._fsdp_reshard()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
+        """What load_state_dict calls for every module, this one before those below it."""
+        self._fsdp_reshard()
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+class PartModule(Reshards):
+    """Mixed into the class of a sharded module of a larger one."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy of it, or one from a file, is of the class that the user wrote, or refused where it has shards."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *rest = reduced
+        written = original_class(type(self))
+        return _made, (function, *[written if each is type(self) else each for each in arguments]), *rest
+
+
+class ShardedModule(Reshards):
     """Mixed into the class of a sharded root module: during its call, parameters read as full tensors."""
 
     _fsdp_sharding: Sharding
@@ -128,7 +179,7 @@ class ShardedModule:
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
         for shard in sharding_of(self).shards:  # type: ignore[arg-type]
             if shard.accumulation is not None:
                 shard.accumulation.clear()
@@ -136,6 +187,7 @@ class ShardedModule:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """This rank's part, for torch.save; torch.load makes the same model of it on the same rank."""
         self._refuse_if_together("pickle")
+        sharding_of(self).reshard()  # type: ignore[arg-type]
         return load_sharded, saving.save(self, protocol)  # type: ignore[arg-type]
 
     def __copy__(self) -> NoReturn:
@@ -145,21 +197,24 @@ class ShardedModule:
         """Another model, sharded and compiled like this one, with shards of its own; process groups are shared."""
         sharding = sharding_of(self)  # type: ignore[arg-type]
         sharding.refuse_if_summoned("copy.deepcopy of the model")
-        sharding.check()
+        sharding.reshard()
         self._refuse_if_together("copy")
         memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): [], id(sharding.compilations): Compilations()}
         memo |= {id(sharding.watched): set(), id(sharding.looked): weakref.WeakKeyDictionary()}
+        memo |= {id(sharding.owns): [], id(sharding.schedules): [], id(sharding.post_optim_event): None}
         copies = [shard.copy_into(memo) for shard in sharding.shards]
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         for shard, original in zip(copies, sharding.shards, strict=True):
             # of a module that was taken out of the model, too
             shard.owners = [(copy.deepcopy(module, memo), name) for module, name in original.owners]
             shard.reads = [memo[id(read)] for read in original.reads]
-        note_sharding(copied, sharding_of(copied))  # type: ignore[arg-type]
+        note_sharding(copied, sharding_of(copied))
+        for own in sharding.owns:
+            take_own_units(sharding_of(copied), own.copied(memo))
         if sharding.compile is not None:
-            sharding.compile(copied)  # type: ignore[arg-type]
+            sharding.compile(copied)
         return copied
 
     def _refuse_if_together(self, what: str) -> None:
@@ -168,7 +223,7 @@ class ShardedModule:
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """DTensors around the memory of the parameters, which torch.save and copy.deepcopy take, and buffers."""
-        state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
         for name, value in state.items():
             if isinstance(value, DTensor) and not value.requires_grad:
                 state[name] = without_offset(value)
@@ -177,14 +232,31 @@ class ShardedModule:
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
         """What load_state_dict calls for every module, the root before those below it."""
         if not (sharding := sharding_of(self)).is_summoned:  # type: ignore[arg-type]
+            sharding.reshard()
             sharding.check()
         shard_state(self, state_dict, prefix)  # type: ignore[arg-type]
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _made(function: Callable[..., Any], *arguments: Any) -> Any:
+    """pickle does not let a reducer that it knows by name, such as `copyreg.__newobj__`, make another class."""
+    return function(*arguments)
+
+
+def take_own_units(sharding: Sharding, own: OwnUnits) -> None:
+    """Make these a model's that was copied or loaded; their modules, except for the model itself, become units."""
+    sharding.owns.append(own)
+    own.note()
+    for module in own.modules:
+        if "_fsdp_sharding" not in vars(module) and not isinstance(module, FSDPModule):
+            become_unit(module)
 
 
 def load_sharded(*saved: Any) -> nn.Module:
     """What `ShardedModule.__reduce_ex__` pickled; files name this function."""
-    model = saving.load(*saved)
+    model, owns = saving.load(*saved)
+    for own in owns:
+        take_own_units(sharding_of(model), own)
     become_sharded(model)
     compile_as = sharding_of(model).compile
     if compile_as is not None:
@@ -255,9 +327,18 @@ class ShardedMethods(nn.Module):
             Path(schedule).write_text(planned[-1].to_json())
         return explanation if compared is None else dataclasses.replace(explanation, comparison=str(compared))
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Forwards inside keep the gradients of their backwards for a later one: see `set_requires_gradient_sync`."""
-        return sharding_of(self).keeping_gradients()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards inside keep the gradients of their backwards, wherever those run, for one outside.
+
+        `set_requires_gradient_sync` says what keeping means.
+        """
+        sharding = sharding_of(self)
+        before, sharding.keeps_gradients = sharding.keeps_gradients, True
+        try:
+            yield
+        finally:
+            sharding.keeps_gradients = before
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -278,6 +359,7 @@ class ShardedMethods(nn.Module):
         """
         sharding = sharding_of(self)
         sharding.refuse_if_summoned("clip_grad_norm_")
+        sharding.reshard()
         return clip_gradients(
             self.parameters(),
             sharding.mesh,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,19 +14,19 @@ import torch.nn as nn
 from ..compiler.capture import activations_are_free
 from ..compiler.options import CompileConfig
 from ..compiler.statements import statement_of_program
-from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
-from ..passes import metadata, ops
+from ..passes import metadata
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..planning.options import ScheduleConfig
 from ..planning.step_plans import Goal, Leeway, Planner
 from ..runtime.compilations import Compilations
-from ..runtime.flat_shard import FlatShard, Shards
+from ..runtime.flat_shard import Shards
 from ..runtime.gradients import reduce_leftovers, watch_whole
 from ..runtime.groups import is_nccl, num_shards_of
 from ..runtime.registrations import registrations
 from .newcomers import Owner, newcomers, refuse
+from .own_units import OwnUnits
 from .reading import Running
 
 
@@ -54,6 +53,7 @@ class Sharding(Shards):
     Attributes:
         together: the modules that were sharded as one unit, by a list; empty for a model.
         parts: for every number of ranks that a unit is resharded over after the forward, this rank's place among them.
+        keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
         plans: what was planned, by program; see `step_plans.Planner`.
         has_raised: whether the last call has.
         compilations: graph breaks and recompilations, if it was compiled by `fsdp_compile`.
@@ -62,7 +62,9 @@ class Sharding(Shards):
         left: places of parameters that were left as they are.
         looked: how much was registered on modules when one was last called, and looked through for new parameters.
         is_summoned: whether full parameters are in the place of the sharded ones for now.
-        post_optim_event: what the gathers of the next call wait for besides, once.
+        owns: the units by the call that has sharded them: of this model, and of parts that were sharded before.
+        schedules: those that the model had, once it has had several.
+        post_optim_event: what the next forward is to wait for.
     """
 
     units: list[str]
@@ -70,6 +72,7 @@ class Sharding(Shards):
     together: tuple[nn.Module, ...] = ()
     parts: dict[int, metadata.Part] = dataclasses.field(default_factory=dict)
     running: Running = dataclasses.field(default_factory=Running)
+    keeps_gradients: bool = False
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
     plans: dict[str, StepPlan | None] = dataclasses.field(default_factory=dict)
     has_raised: bool = False
@@ -79,7 +82,9 @@ class Sharding(Shards):
     left: set[Owner] = dataclasses.field(default_factory=set)
     looked: Looked = dataclasses.field(default_factory=lambda: Looked())
     is_summoned: bool = False
-    post_optim_event: torch.Event | None = None
+    owns: list[OwnUnits] = dataclasses.field(default_factory=list)
+    schedules: list[ScheduleConfig] = dataclasses.field(default_factory=list)
+    post_optim_event: Any = None
 
     def __post_init__(self) -> None:
         self.running.prepare = self.prepare
@@ -135,64 +140,22 @@ class Sharding(Shards):
             refuse(newcomers(module, self.left), f"the {type(module).__name__}")
         self.looked[module] = registrations().count
 
-    @contextmanager
-    def keeping_gradients(self) -> Iterator[None]:
-        """Forwards inside keep the gradients of their backwards."""
-        before = [(shard, shard.keeps_gradients) for shard in self.shards]
-        for shard in self.shards:
-            shard.keeps_gradients = True
-        try:
-            yield
-        finally:
-            for shard, keeps in before:
-                shard.keeps_gradients = keeps
-
-    def reshard_by(self, shards: Collection[FlatShard], reshards: bool) -> None:
-        """From the next call on, units of these shards are resharded after the forward, or not."""
-        before = self.schedule.reshard_of_unit(self.units, num_shards_of(self.mesh))
-        self._reschedule(
-            shards, reshard_after_forward=before | dict.fromkeys(units_of(shards := list(shards)), reshards)
-        )
-
-    def gather_ahead(self, side: str, shards: Collection[FlatShard], ahead: Iterable[FlatShard]) -> None:
-        """From the next call on, units of `ahead` are gathered where those of `shards` are used first.
-
-        Args:
-            side: "forward" or "backward".
-
-        Raises:
-            ConfigError: the schedule is planned.
-        """
-        if self.schedule.hardware is not None:
-            raise ConfigError(f"the schedule is planned (hardware=), and says when the {side} gathers: leave one out")
-        field = f"{side}_ahead"
-        changed = dict(getattr(self.schedule, field)) | dict.fromkeys(units_of(shards), tuple(units_of(ahead)))
-        self._reschedule(shards, **{field: tuple((unit, named) for unit, named in changed.items() if named)})
-
-    def _reschedule(self, shards: Collection[FlatShard], **changes: Any) -> None:
-        """Change the schedule of the units of these shards.
-
-        Their keys change, and with them what Dynamo guards on: graphs of before are found again if it changes back.
-        """
-        before, self.schedule = self.schedule, dataclasses.replace(self.schedule, **changes)
-        if self.schedule == before:
-            return
+    def change_schedule(self, schedule: ScheduleConfig) -> None:
+        """The next call compiles by another schedule, or goes on with what it has compiled by that before."""
+        self.schedules = self.schedules or [self.schedule]
+        if schedule not in self.schedules:
+            self.schedules.append(schedule)
+        self.schedule = schedule
         self.plans.clear()
-        reshard = self.schedule.reshard_of_unit(self.units, num_shards_of(self.mesh))
-        for shard in shards:
-            [unit] = units_of([shard])
-            ahead = [dict(side).get(unit) for side in (self.schedule.forward_ahead, self.schedule.backward_ahead)]
-            shard.key = f"{shard.key.partition('/')[0]}/{reshard.get(unit)} {ahead}"
-
-    def forget_step(self) -> None:
-        """Forget what a forward or backward left that ended in an exception, with the gradients that were kept."""
-        self.is_finishing = self.is_checking = False
-        self.come_back()
+        index = self.schedules.index(schedule)
         for shard in self.shards:
-            shard.reshard()
-            shard.received.clear()
-            if shard.accumulation is not None:
-                shard.accumulation.clear()
+            number, *_ = shard.key.split(" ")
+            shard.key = f"{number} by schedule {index}" if index else number
+
+    def reshard(self) -> None:
+        """Sharded parameters are in their places again, where `unshard` has put full ones."""
+        for own in self.owns:
+            own.reshard()
 
     def check(self) -> None:
         """Between steps: parameters that were moved are views of their shards again."""
@@ -203,19 +166,21 @@ class Sharding(Shards):
     def prepare(self, module: nn.Module) -> None:
         """Before a forward of `module`: parameters are views of their shards, and gradients will have a place to go."""
         self.refuse_if_summoned("the model")
+        for own in self.owns:
+            own.reshard_for_call()
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
         # Without graphs each time: eager code takes most of a step. With them, when something was registered anywhere.
         if torch.is_grad_enabled() and not (self.graphs and self.looked.get(module) == registrations().count):
             self.refuse_newcomers(module)
         self.is_finishing = self.is_checking = False
-        if self.post_optim_event is not None:
-            event, self.post_optim_event = self.post_optim_event, None
-            event.wait()
         self.check()
         watch_whole(self)
         for shard in self.shards:
-            shard.prepare()
+            shard.prepare(keeps_gradients=self.keeps_gradients)
         is_frozen = not any(shard.data.requires_grad for shard in self.shards)
-        if is_frozen and torch.is_grad_enabled() and not any(shard.is_keeping for shard in self.shards):
+        if is_frozen and torch.is_grad_enabled() and not self.keeps_gradients:
             reduce_leftovers(self)  # no gradient of this step will be a reason to
 
 
@@ -234,8 +199,9 @@ def pipeline_of(
         reshard={unit: value if isinstance(value, bool) else parts[value] for unit, value in reshard.items()},
         forward_prefetch=schedule.forward_prefetch,
         backward_prefetch=schedule.backward_prefetch,
-        forward_ahead=schedule.forward_ahead,
-        backward_ahead=schedule.backward_ahead,
+        forward_lists=schedule.forward_lists,
+        backward_lists=schedule.backward_lists,
+        reductions=schedule.reductions,
         grouped=grouped,
         plan=plan,
         passes=schedule.passes,
@@ -261,22 +227,12 @@ def leeway_of(
     )
 
 
-def units_of(shards: Iterable[FlatShard]) -> list[str]:
-    return list(dict.fromkeys(ops.unit_of_bucket(shard.layout.bucket) for shard in shards))
-
-
 def sharding_of(model: nn.Module) -> Sharding:
     found: Sharding = vars(model)["_fsdp_sharding"]
     return found
 
 
-def sharding_around(module: nn.Module) -> Sharding:
-    """Of a module that was sharded by itself: its own, or that of the model which it became a part of."""
-    found: Sharding = vars(module).get("_fsdp_sharding") or vars(module)["_fsdp_part_of"]
-    return found
-
-
-def sharding_within(module: nn.Module) -> Sharding | None:
+def sharding_around(module: nn.Module) -> Sharding | None:
     """The sharding of a model, or of the one that `module` is a part of; None if nothing of it is sharded."""
     if is_sharded(module):
         return sharding_of(module)

@@ -15,7 +15,7 @@ from ..costs.hardware import Hardware, find_hardware
 from ..errors import ConfigError
 from ..layout.globs import is_named
 from ..passes.pipeline import Pass
-from ..passes.prefetch_all_gather import Ahead
+from ..passes.plan import PrefetchList
 
 _LOWERINGS = ("auto", "packed", "grouped")
 _KEEPING = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -33,13 +33,14 @@ class ScheduleConfig:
             every unit but the one that the forward uses last.
         forward_prefetch: how many units ahead the forward gathers.
         backward_prefetch: how many units ahead the backward gathers, and whether it delays its reductions' waits.
+        forward_lists, backward_lists: units that are gathered where others are used, whatever the two numbers say.
+        reductions: how many may be under way at once; None is one, or none where the backward gathers none ahead.
         collective_lowering: "packed", "grouped", or "auto" (grouped on NCCL, packed elsewhere; a plan chooses).
         memory_budget: bytes that a rank may hold during a step; None for no promise.
         hardware: what plans are made for; None leaves the schedule to the options above.
         passes: the user's, which run on the graphs once they are in order.
         poison: whether freed buffers are filled with NaN, to show that nothing reads them.
         pin_memory: whether offloaded gradients are copied to pinned memory.
-        forward_ahead, backward_ahead: units, each with those that are gathered where it is used first.
     """
 
     reshard_after_forward: Reshard | Mapping[str, Reshard] | None = None
@@ -51,8 +52,9 @@ class ScheduleConfig:
     passes: tuple[Pass, ...] = ()
     poison: bool = False
     pin_memory: bool = True
-    forward_ahead: Ahead = ()
-    backward_ahead: Ahead = ()
+    forward_lists: tuple[PrefetchList, ...] = ()
+    backward_lists: tuple[PrefetchList, ...] = ()
+    reductions: int | None = None
 
     @classmethod
     def of(

@@ -37,6 +37,12 @@ def all_reduce_alone(what: str, tensor: torch.Tensor, operator: str, mesh: Devic
     return reduced
 
 
+def start_gather(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
+    """As `gather_chunk`, but the result is there only once it is waited for."""
+    started: torch.Tensor = _c10d.all_gather_into_tensor(chunk.contiguous(), world_size, group)
+    return started
+
+
 def all_to_all(packed: torch.Tensor, num_received: Sequence[int], num_sent: Sequence[int], group: str) -> torch.Tensor:
     """Start to exchange elements of a 1-D tensor, so many from and to each rank; `wait` before the result is read."""
     received: torch.Tensor = _c10d.all_to_all_single(packed, list(num_received), list(num_sent), group)
@@ -52,12 +58,6 @@ def wait(pending: torch.Tensor) -> torch.Tensor:
 def gather_chunk(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
     """All ranks' chunks of a parameter, one after another."""
     return wait(start_gather(chunk, world_size, group))
-
-
-def start_gather(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
-    """As `gather_chunk`, which has its values once it is waited for."""
-    pending: torch.Tensor = _c10d.all_gather_into_tensor(chunk.contiguous(), world_size, group)
-    return pending
 
 
 def reduce_packed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
@@ -14,12 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..layout.buckets import Layout, Slot
-from ..layout.options import GradientReduction
 from .accumulation import Accumulation
 from .agreement import Agreement, agreement_of
 from .optimizers import install_hooks
 from .reads import Read
 from .views import local_tensor, local_views, part_of_rank, shard_placements, sharded_tensor
+
+
+@dataclasses.dataclass(eq=False)
+class Divisor:
+    """What divides gradients, for now."""
+
+    value: float = 1.0
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -33,8 +39,8 @@ class Shards:
         checks_gradients: whether a backward raises NonFiniteError for gradients that are not finite.
         is_checking: whether they will be checked at the end of the running backward.
         num_backwards: how many backwards were checked.
-        divisor: with a single rank, what gradients are divided by.
         whole: with a single rank, unit and parameter by name.
+        divisors: with a single rank, what the gradient of each parameter is divided by.
         watched: ids of those of them whose gradients are divided or checked, and the names of the hooks that do it.
     """
 
@@ -44,21 +50,14 @@ class Shards:
     checks_gradients: bool = False
     is_checking: bool = False
     num_backwards: int = 0
-    divisor: float = 1.0
     whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
+    divisors: dict[nn.Parameter, Divisor] = dataclasses.field(default_factory=dict)
     watched: set[tuple[int, str]] = dataclasses.field(default_factory=set)
 
     @property
     def agreement(self) -> Agreement | None:
         """Between the ranks of this model; None with a single one."""
         return agreement_of(self.mesh)
-
-
-class Unsharded(Protocol):
-    """Full parameters in the places of a shard's."""
-
-    def end(self) -> None:
-        """Bring the sharded parameters back."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,11 +73,9 @@ class FlatShard:
         received: offsets of the parameters that the running backward has a gradient for.
         accumulation: gradients that are yet to be reduced, once there were any.
         gradient, accumulated: what reads pass to `fsdp::unshard` for now.
-        keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
-        keeps_for_replicas: whether they are where there are replicas besides, over which gradients are not to be
-            reduced yet.
-        unsharded: what full parameters there are between steps.
-        key: another for every shard in the process, and for every way to reshard its unit.
+        reduces, all_reduces: whether gradients are reduced at all, and over the first of two mesh axes.
+        is_kept_by_user: whether the last forward keeps gradients because those two say so, and until they do not.
+        key: another for every shard in the process, and for every schedule that it was given.
     """
 
     layout: Layout
@@ -92,9 +89,9 @@ class FlatShard:
     accumulation: Accumulation | None = None
     gradient: str = "reduce"
     accumulated: nn.Parameter | None = None
-    keeps_gradients: bool = False
-    keeps_for_replicas: bool = False
-    unsharded: Unsharded | None = None
+    reduces: bool = True
+    all_reduces: bool = True
+    is_kept_by_user: bool = False
     key: str = dataclasses.field(default_factory=map(str, itertools.count(1)).__next__)
 
     @classmethod
@@ -168,21 +165,11 @@ class FlatShard:
             if slot.offset in kept or (slot.offset in received and parameter.requires_grad):
                 _accumulate(parameter, DTensor(view, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
 
-    def reduce_by(self, reduction: GradientReduction) -> None:
-        """From the next forward on, gradients are reduced so."""
-        self.change_layout(dataclasses.replace(self.layout, reduction=reduction))
-
     def change_layout(self, layout: Layout) -> None:
         """Another layout of the same places: forwards read by it from now on."""
         self.layout = layout
         for read, slot in zip(self.reads, layout.slots, strict=True):
             read.arguments = layout.unshard_arguments(slot)
-
-    def reshard(self) -> None:
-        """End `unshard`, if there was one."""
-        if self.unsharded is not None:
-            unsharded, self.unsharded = self.unsharded, None
-            unsharded.end()
 
     def check_views(self) -> None:
         """Before a forward, see that every parameter is a view into the shard; take over values moved elsewhere.
@@ -192,7 +179,6 @@ class FlatShard:
         Raises:
             ConfigError: a parameter was replaced by something that cannot take its place in the shard.
         """
-        self.reshard()
         self.received.clear()  # what a backward noted that ended in an exception
         self.parameters = [self._current(index) for index in range(len(self.parameters))]
         if all(
@@ -239,15 +225,15 @@ class FlatShard:
         return None if self.sharding is None else self.sharding.agreement
 
     @property
-    def is_keeping(self) -> bool:
-        """Whether the next forwards' gradients are kept."""
-        return self.keeps_gradients or (self.keeps_for_replicas and self.mesh.ndim > 1)
-
-    @property
     def has_accumulated(self) -> bool:
         return self.accumulation is not None and self.accumulation.leaf.grad is not None
 
-    def prepare(self) -> None:
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the user has said that gradients are to be kept until the user says otherwise."""
+        return not self.reduces or (self.mesh.ndim > 1 and not self.all_reduces)
+
+    def prepare(self, *, keeps_gradients: bool) -> None:
         """Before a forward: where the gradients of its backward are to go.
 
         Raises:
@@ -265,7 +251,8 @@ class FlatShard:
             self.accumulation.is_taken = False  # by a backward that ended in an exception
         if not self.data.requires_grad or not torch.is_grad_enabled():
             return
-        if self.is_keeping:
+        self.is_kept_by_user = self.keeps_gradients and not keeps_gradients
+        if keeps_gradients or self.keeps_gradients:
             self.accumulation = self.accumulation or Accumulation.of(self.layout, self.data)
             self.gradient, self.accumulated = "keep", self.accumulation.leaf
         elif self.accumulation is not None and self.accumulation.leaf.grad is not None:

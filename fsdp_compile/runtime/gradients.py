@@ -8,14 +8,13 @@ backward has taken when autograd is done is reduced then, by itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn as nn
 
 from .collectives import OnAnyRank, reduce_packed, running_alone
-from .flat_shard import FlatShard, Shards
+from .flat_shard import Divisor, FlatShard, Shards
 from .guard import check_after_backward
 from .modules import not_captured
 
@@ -48,6 +47,8 @@ def note_gradients_of(shard: FlatShard, offsets: Iterable[int], *, is_kept: bool
     if is_kept and shard.accumulation is not None:
         shard.accumulation.offsets.update(offsets)
         shard.accumulation.doubtful.update(doubtful)
+        if shard.is_kept_by_user and not shard.keeps_gradients:  # said between the forward and this
+            _reduce_leftovers_after_backward(shard.sharding)
     elif not is_kept:
         shard.received.update(offsets)
         _reduce_leftovers_after_backward(shard.sharding)
@@ -64,7 +65,7 @@ def take_accumulated(shard: FlatShard, accumulated: torch.Tensor) -> torch.Tenso
 
 def _reduce_leftovers_after_backward(sharding: Shards) -> None:
     """Have autograd call us at the end of the running backward, if there may be something left to reduce."""
-    if not sharding.is_finishing and any(shard.has_accumulated for shard in sharding.shards):
+    if not sharding.is_finishing and any(_may_be_left(shard) for shard in sharding.shards):
         sharding.is_finishing = True
 
         def finish() -> None:
@@ -74,10 +75,15 @@ def _reduce_leftovers_after_backward(sharding: Shards) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 
 
+def _may_be_left(shard: FlatShard) -> bool:
+    """Whether there are gradients to reduce, or the running backward will keep some that are."""
+    return not shard.keeps_gradients and (shard.has_accumulated or shard.is_kept_by_user)
+
+
 def reduce_leftovers(sharding: Shards) -> None:
-    """Reduce what earlier steps kept, by itself."""
+    """Reduce what earlier steps kept, by itself, except for what is to be kept on."""
     for shard in sharding.shards:
-        if shard.has_accumulated:
+        if shard.has_accumulated and not shard.keeps_gradients:
             _reduce_leftover(shard)
 
 
@@ -109,24 +115,28 @@ def watch_whole(sharding: Shards) -> None:
     Nothing else sees them. What divides comes before the user's hooks (private, as of torch 2.11 to 2.15).
     """
 
-    def divide(gradient: torch.Tensor) -> torch.Tensor:
-        return torch.div(gradient, sharding.divisor)
+    def dividing(divisor: Divisor) -> Callable[[torch.Tensor], torch.Tensor]:
+        def divide(gradient: torch.Tensor) -> torch.Tensor:
+            return torch.div(gradient, divisor.value)
+
+        return divide
 
     def check(_: torch.Tensor) -> None:
         check_after_backward(sharding)
 
-    def is_new(parameter: nn.Parameter, hook: Any) -> bool:
+    def is_new(parameter: nn.Parameter, hook: str) -> bool:
         known = len(sharding.watched)
-        sharding.watched.add((id(parameter), hook.__name__))
+        sharding.watched.add((id(parameter), hook))
         return len(sharding.watched) > known
 
     for _, parameter in sharding.whole.values():
         if not parameter.requires_grad:
             continue
-        if sharding.divisor != 1 and is_new(parameter, divide):
-            handle = parameter.register_hook(divide)
+        divisor = sharding.divisors.get(parameter)
+        if divisor is not None and divisor.value != 1 and is_new(parameter, "divide"):
+            handle = parameter.register_hook(dividing(divisor))
             parameter._backward_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
-        if sharding.checks_gradients and is_new(parameter, check):
+        if sharding.checks_gradients and is_new(parameter, "check"):
             parameter.register_post_accumulate_grad_hook(check)
 
 

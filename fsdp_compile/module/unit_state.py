@@ -1,0 +1,51 @@
+"""What FSDP2 calls the state of a module, as far as torch's pipelines drive it: what was kept is reduced."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.nn as nn
+
+from ..runtime.gradients import reduce_leftovers
+from .own_units import OwnUnits, own_units_below, own_units_of
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitState:
+    """Of one sharded module. Names are torch's."""
+
+    module: nn.Module
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        own = own_units_of(self.module)
+        return [ParamGroup(own)] if own is not None and own.shards else []
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        return next(iter(self._fsdp_param_groups), None)
+
+    @property
+    def _state_ctx(self) -> AllStates:
+        return AllStates([UnitState(own.modules[0]) for own in own_units_below(self.module)])
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Nothing is left to wait for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AllStates:
+    all_states: list[UnitState]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamGroup:
+    """The units of one call."""
+
+    own: OwnUnits
+
+    def post_backward(self, *_: Any) -> None:
+        """Reduce what was kept, if it is not to be kept on."""
+        if self.own.shards and (sharding := self.own.shards[0].sharding) is not None:
+            reduce_leftovers(sharding)
