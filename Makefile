@@ -37,10 +37,10 @@ demo: $(PACKAGE)
 	$(BIN)/python examples/train_gpt.py --reference --steps 20 --compare $(DEMO)/losses.jsonl
 	@echo; echo "$(DEMO)/graphs/report.html is for a browser; schedule.txt begins:"; head -n 24 $(DEMO)/graphs/schedule.txt
 
-# Two files at a time: tests on one process, then those that start processes or compile much.
+# Tests on one process two at a time, then those that start processes or compile much.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(RANKS))
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(RANKS)
+	$(BIN)/python -m pytest $(RANKS)
 
 # In ten minutes; half an hour where a GPU is emulated, at most.
 test-gpu: $(INSTALLED)
