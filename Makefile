@@ -37,9 +37,9 @@ demo: $(PACKAGE)
 	$(BIN)/python examples/train_gpt.py --reference --steps 20 --compare $(DEMO)/losses.jsonl
 	@echo; echo "$(DEMO)/graphs/report.html is for a browser; schedule.txt begins:"; head -n 24 $(DEMO)/graphs/schedule.txt
 
-# Tests on one process two at a time, then those that start processes or compile much.
+# Tests on one process two at a time, the longest first, then those that start processes or compile much.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(RANKS))
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(RANKS))
 	$(BIN)/python -m pytest $(RANKS)
 
 # In ten minutes; half an hour where a GPU is emulated, at most.

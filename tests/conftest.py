@@ -10,6 +10,8 @@ from hypothesis import settings
 
 from tests import ranks
 
+LONGEST = ("test_fuzz.py", "test_emulation.py")  # files that begin first: no process has one left at the end
+
 settings.register_profile("quick", max_examples=300, deadline=None, derandomize=True, database=None)
 settings.register_profile("thorough", max_examples=3000, deadline=None, database=None)
 settings.load_profile("quick")
@@ -40,6 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # A cache kept from an earlier session could hold graphs that an older version of the passes wrote.
     os.environ.update(ranks.environment())
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

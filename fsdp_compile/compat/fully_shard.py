@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Shard
 
 from ..api import fsdp_compile, shard
@@ -68,6 +69,9 @@ def fully_shard(
     if is_list:
         become_sharded_together(tuple(whole.children()), sharding_of(whole))
     return module
+
+
+fully_shard.state = torchs_fully_shard.state  # type: ignore[attr-defined]
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -35,6 +35,7 @@ from .own_units import OwnUnits, own_units_below
 from .pretrained import saving_whole
 from .reading import Generated, generated_subclass, is_reading, original_class
 from .sharding import Sharding, note_sharding, sharding_of
+from .unit_state import note_state
 
 
 def become_sharded(model: nn.Module) -> None:
@@ -46,6 +47,7 @@ def become_sharded(model: nn.Module) -> None:
     if hasattr(written, "save_pretrained"):
         gained["save_pretrained"] = saving_whole(written.save_pretrained)
     model.__class__ = generated_subclass(type(model), gained, ShardedModule, FSDPModule)
+    note_state(model)
 
 
 def _gained(model: nn.Module, *sources: type) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def become_part(model: nn.Module) -> None:
 def become_unit(module: nn.Module) -> None:
     """Give a sharded module of a larger one the class with FSDP2's methods."""
     module.__class__ = generated_subclass(type(module), _gained(module, FSDPMethods), PartModule, FSDPModule)
+    note_state(module)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -250,6 +253,7 @@ def take_own_units(sharding: Sharding, own: OwnUnits) -> None:
     for module in own.modules:
         if "_fsdp_sharding" not in vars(module) and not isinstance(module, FSDPModule):
             become_unit(module)
+        note_state(module)
 
 
 def load_sharded(*saved: Any) -> nn.Module:

@@ -73,7 +73,7 @@ def resolve_mesh(
         nodes = torch.arange(dist.get_world_size()).view(_nodes_and_ranks(local_world_size))
         resolved = mesh_over(nodes.tolist(), mesh_type, ("replicate", "shard"))
     elif resolved is None:
-        resolved = init_device_mesh(mesh_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        resolved = init_device_mesh(mesh_type, (dist.get_world_size(),))
     return resolved if resolved.size() > 1 else None
 
 

@@ -143,6 +143,20 @@ def _device(device_id: Any) -> Any:
     return CPU if isinstance(device_id, int) else device_id
 
 
+def have_ranks_in_the_place_of_threads() -> None:
+    """Tests whose ranks are threads of one process run on processes: compilation is for one rank at a time."""
+
+    class Ranks(common_fsdp.FSDPTest):
+        @classmethod
+        def _run(cls, *args: Any, **kwargs: Any) -> None:
+            torch.accelerator.device_count = lambda: cls.most_ranks  # of this process, for what it asks at its start
+            super()._run(*args, **kwargs)
+
+        most_ranks = 8
+
+    common_fsdp.FSDPTestMultiThread = Ranks
+
+
 def use_names_of_older_torch() -> None:
     if hasattr(common_fsdp, "compiled_fsdp_test"):
         common_fsdp.test_compiled_fsdp = common_fsdp.compiled_fsdp_test
@@ -182,6 +196,7 @@ def _fully_shard(*args: Any, **kwargs: Any) -> Any:
 
 def put_compat_in_the_place_of_torch() -> None:
     _fully_shard.__name__ = "fully_shard"
+    _fully_shard.state = compat.fully_shard.state  # type: ignore[attr-defined]
     for module in (fsdp, composable_fsdp, common_fsdp):
         module.fully_shard, module.FSDPModule = _fully_shard, compat.FSDPModule  # type: ignore[attr-defined]
         module.register_fsdp_forward_method = compat.register_fsdp_forward_method  # type: ignore[attr-defined]
@@ -213,6 +228,7 @@ def _with_methods(init: Callable[..., None]) -> Callable[..., None]:
 count_ranks_as_gpus()
 stay_on_the_cpu()
 leave_out_device_ids()
+have_ranks_in_the_place_of_threads()
 use_names_of_older_torch()
 spawn_from_a_warm_process()
 if SUBJECT == "compat":

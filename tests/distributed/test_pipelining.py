@@ -1,0 +1,114 @@
+"""torch.distributed.pipelining drives sharded stages as it drives FSDP2's."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch._functorch.config
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import compat
+from tests.distributed.training import assert_close
+from tests.ranks import on_ranks
+
+MICROBATCHES, ROWS, WIDTH = 4, 2, 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def loss_of(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+def stages_of(whole, mesh, stages_of_rank):
+    """This rank's stages of a model of blocks, each sharded along the second axis of the mesh; with their numbers."""
+    pipe, number = mesh.get_local_rank("pipe"), mesh.size(0)
+    count = number * stages_of_rank
+    length = len(whole) // count
+    for index in range(pipe, count, number):
+        part = copy.deepcopy(whole[index * length : (index + 1) * length])
+        for block in part:
+            compat.fully_shard(block, mesh=mesh["shards"], backend="aot_eager")
+        compat.fully_shard(part, mesh=mesh["shards"], backend="aot_eager")
+        yield index, PipelineStage(part, index, count, torch.device("cpu"), group=mesh.get_group("pipe"))
+
+
+def pipelined(schedule, stages):
+    several = len(stages) > 1 or schedule not in (Schedule1F1B, ScheduleGPipe)
+    return schedule(stages if several else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss_of)
+
+
+def batch(rank, number):
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randn(2, MICROBATCHES * ROWS, WIDTH, generator=generator).unbind()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages_of_rank"), [(Schedule1F1B, 1), (ScheduleGPipe, 1), (ScheduleInterleaved1F1B, 2)]
+)
+@on_ranks(2, 4)
+def test_stages_train_as_the_whole(world_size, schedule, stages_of_rank):
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(Block() for _ in range(4)))
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pipe", "shards"))
+    stages = dict(stages_of(whole, mesh, stages_of_rank))
+    run = pipelined(schedule, list(stages.values()))
+    parameters = [parameter for stage in stages.values() for parameter in stage.submod.parameters()]
+    optimizer, expected_optimizer = torch.optim.AdamW(parameters, 0.01), torch.optim.AdamW(whole.parameters(), 0.01)
+    for step in range(3):
+        x, target = batch(mesh.get_local_rank("shards"), step)
+        losses = []
+        arguments = (x,) if 0 in stages else ()
+        is_last = len(whole) // max(1, len(whole) // (2 * stages_of_rank)) - 1 in stages
+        run.step(*arguments, **({"target": target, "losses": losses} if is_last else {}))
+        batches = [batch(rank, step) for rank in range(world_size // 2)]
+        expected = [loss_of(whole(inputs), outputs) for inputs, outputs in batches]
+        (sum(expected) / len(expected)).backward()
+        if is_last:
+            assert_close(torch.stack(losses).mean(), expected[mesh.get_local_rank("shards")])
+        length = len(whole) // (2 * stages_of_rank)
+        for index, stage in stages.items():
+            wanted = dict(whole[index * length : (index + 1) * length].named_parameters())
+            for name, parameter in stage.submod.named_parameters():
+                assert_close(full(parameter.grad), wanted[name].grad)
+        for each in (optimizer, expected_optimizer):
+            each.step()
+            each.zero_grad()
+    for index, stage in stages.items():
+        wanted = dict(whole[index * length : (index + 1) * length].named_parameters())
+        for name, parameter in stage.submod.named_parameters():
+            assert_close(full(parameter), wanted[name])
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@on_ranks(4)
+def test_a_backward_that_is_split_is_refused(world_size):
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pipe", "shards"))
+    stages = dict(stages_of(nn.Sequential(*(Block() for _ in range(4))), mesh, stages_of_rank=2))
+    run = pipelined(ScheduleInterleavedZeroBubble, list(stages.values()))
+    x, target = batch(0, 0)
+    with torch._functorch.config.patch(donated_buffer=False):  # what torch's error says: set it, and go on
+        with pytest.raises(RuntimeError, match="cannot be split into one for inputs and one for weights"):
+            run.step(*((x,) if 0 in stages else ()), **({"target": target} if 3 in stages else {}))
