@@ -14,6 +14,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed.fsdp import fully_shard
 
 from ..runtime.gradients import reduce_leftovers
+from ..runtime.wrappers import ShardedHere, refuse_fully_shard
 from .own_units import OwnUnits, own_units_below, own_units_of
 
 
@@ -26,7 +27,7 @@ class UnitState:
     @property
     def _fsdp_param_groups(self) -> list[ParamGroup]:
         own = own_units_of(self.module)
-        return [] if own is None else [ParamGroup(own)]
+        return [ParamGroup(own)] if own is not None and own.shards else []
 
     @property
     def _fsdp_param_group(self) -> ParamGroup | None:
@@ -37,7 +38,17 @@ class UnitState:
         return AllStates([UnitState(own.modules[0]) for own in own_units_below(self.module)])
 
     def _root_post_backward_final_callback(self) -> None:
-        """Nothing is left to wait for."""
+        """After the last backward of a step; nothing is left to wait for.
+
+        Raises:
+            RuntimeError: no backward has left a gradient in any parameter.
+        """
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if trained and all(parameter.grad is None for parameter in trained):
+            raise RuntimeError(
+                f"no backward has computed gradients of {type(self.module).__name__}: a compiled backward cannot be "
+                "split into one for inputs and one for weights, as zero bubble schedules do; 1F1B does not"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,37 +63,40 @@ class ParamGroup:
     own: OwnUnits
 
     def post_backward(self, *_: Any) -> None:
-        """Reduce what was kept, if it is not to be kept on.
-
-        Raises:
-            RuntimeError: no backward has left a gradient in any parameter of the model.
-        """
-        sharding = self.own.shards[0].sharding if self.own.shards else None
-        if sharding is not None:
+        """Reduce what was kept, if it is not to be kept on."""
+        if self.own.shards and (sharding := self.own.shards[0].sharding) is not None:
             reduce_leftovers(sharding)
-        parts = self.own.modules if sharding is None else [module for own in sharding.owns for module in own.modules]
-        trained = [each for part in parts for each in part.parameters() if each.requires_grad]
-        if trained and all(each.grad is None for each in trained):
-            raise RuntimeError(
-                f"no backward has computed gradients of {type(parts[-1]).__name__}: a compiled backward cannot be split "
-                "into one for inputs and one for weights, as zero bubble schedules do; 1F1B and interleaved ones train it"
-            )
 
 
 def note_state(module: nn.Module) -> None:
-    """Note that a module was sharded by a call of its own, as torch's composable functions do.
+    """Note that a module was sharded by a call of its own, where torch's composable functions look.
 
-    `fully_shard.state` finds its state; `replicate` leaves its parameters alone.
+    `fully_shard.state` finds its state, and `replicate` around it leaves its parameters alone.
     """
-    for key, by, noted in ((STATE_KEY, _FULLY_SHARD, UnitState(module)), (REGISTRY_KEY, "fully_shard", RegistryItem())):
-        vars(module)[key] = Noted({**vars(module).get(key, {}), by: noted})
+    states, registry = vars(module).get(STATE_KEY, {}), vars(module).get(REGISTRY_KEY, {})
+    vars(module)[STATE_KEY] = States({**states, _FULLY_SHARD: UnitState(module)})
+    vars(module)[REGISTRY_KEY] = Registry({**registry, "fully_shard": ShardedHere()})
 
 
-class Noted(dict[Any, Any]):
-    """What composable functions have noted of a module. A copy, or one from a file, is to be noted as sharded anew."""
+class States(dict[Callable[..., Any], Any]):
+    """By function. A copy of the module, or one from a file, gets a state of its own."""
+
+    def __contains__(self, function: object) -> bool:
+        """What `fully_shard` of torch asks before it shards: ConfigError."""
+        found = super().__contains__(function)
+        if found and function is _FULLY_SHARD:
+            refuse_fully_shard(self[_FULLY_SHARD].module)
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ({by: noted for by, noted in self.items() if by not in (_FULLY_SHARD, "fully_shard")},)
+        return dict, ({function: state for function, state in self.items() if function is not _FULLY_SHARD},)
+
+
+class Registry(dict[str, RegistryItem]):
+    """By the name of a function, and otherwise as `States`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({name: item for name, item in self.items() if name != "fully_shard"},)
 
 
 _FULLY_SHARD: Callable[..., Any] = fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states

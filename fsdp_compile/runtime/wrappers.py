@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch.nn as nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -26,10 +26,15 @@ _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 _FUNCTIONS = ("fully_shard", "replicate")
 
 
+class ShardedHere(RegistryItem):
+    """What we note, by the name of `fully_shard`, on a module that we have sharded."""
+
+
 def refuse_wrapped(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
     """Raise ConfigError if one of the parameters, which are to be sharded, is in a module that was wrapped."""
     for name, module in model.named_modules():
-        noted = [function for function in _FUNCTIONS if function in vars(module).get(REGISTRY_KEY, ())]
+        notes = vars(module).get(REGISTRY_KEY, {})
+        noted = [each for each in _FUNCTIONS if each in notes and not isinstance(notes[each], ShardedHere)]
         wrapper = f"a {type(module).__name__} of torch" if isinstance(module, _WRAPPERS) else "".join(noted[:1])
         if wrapper and any(parameter in parameters for parameter in module.parameters()):
             raise ConfigError(
@@ -44,6 +49,12 @@ def refuse_registration(outer: nn.Module, name: str, module: nn.Module | None) -
         left = getattr(outer, "parameters_to_ignore", ())
         if any(inner not in left for inner in _sharded_parameters(module)):
             raise _wraps(f"{type(outer).__name__} of torch", module)
+
+
+def refuse_fully_shard(module: nn.Module) -> None:
+    """Raise ConfigError if a module that we have sharded, which torch's `fully_shard` is called with, has shards."""
+    if _sharded_parameters(module):
+        raise _wraps("fully_shard of torch", module)
 
 
 class RefusesWrappers:
@@ -79,7 +90,8 @@ def _note_of(self: Any) -> Any:
     noted = vars(self).get(REGISTRY_KEY)
     if noted is None:
         raise AttributeError(REGISTRY_KEY)
-    if (last := next(reversed(noted), None)) in _FUNCTIONS and _sharded_parameters(self):
+    last = next(reversed(noted), None)
+    if last in _FUNCTIONS and not isinstance(noted[last], ShardedHere) and _sharded_parameters(self):
         for key in (STATE_KEY, REGISTRY_KEY):
             vars(self)[key].popitem()
             if not vars(self)[key]:

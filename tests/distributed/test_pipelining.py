@@ -1,7 +1,6 @@
 """torch.distributed.pipelining drives sharded stages as it drives FSDP2's."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -40,7 +39,10 @@ def loss_of(output, target):
 
 
 def stages_of(whole, mesh, stages_of_rank):
-    """This rank's stages of a model of blocks, each sharded along the second axis of the mesh; with their numbers."""
+    """This rank's stages of a model of blocks, with their numbers, sharded along the second axis of the mesh.
+
+    Their parameters have the names that they have in the whole.
+    """
     pipe, number = mesh.get_local_rank("pipe"), mesh.size(0)
     count = number * stages_of_rank
     length = len(whole) // count
@@ -53,8 +55,7 @@ def stages_of(whole, mesh, stages_of_rank):
 
 
 def pipelined(schedule, stages):
-    several = len(stages) > 1 or schedule not in (Schedule1F1B, ScheduleGPipe)
-    return schedule(stages if several else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss_of)
+    return schedule(stages if len(stages) > 1 else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss_of)
 
 
 def batch(rank, number):
@@ -72,31 +73,24 @@ def test_stages_train_as_the_whole(world_size, schedule, stages_of_rank):
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pipe", "shards"))
     stages = dict(stages_of(whole, mesh, stages_of_rank))
     run = pipelined(schedule, list(stages.values()))
-    parameters = [parameter for stage in stages.values() for parameter in stage.submod.parameters()]
-    optimizer, expected_optimizer = torch.optim.AdamW(parameters, 0.01), torch.optim.AdamW(whole.parameters(), 0.01)
+    parameters = {name: each for stage in stages.values() for name, each in stage.submod.named_parameters()}
+    wanted, last = dict(whole.named_parameters()), 2 * stages_of_rank - 1
+    optimizer, expected_optimizer = (torch.optim.AdamW(held.values(), 0.01) for held in (parameters, wanted))
     for step in range(3):
-        x, target = batch(mesh.get_local_rank("shards"), step)
-        losses = []
-        arguments = (x,) if 0 in stages else ()
-        is_last = len(whole) // max(1, len(whole) // (2 * stages_of_rank)) - 1 in stages
-        run.step(*arguments, **({"target": target, "losses": losses} if is_last else {}))
+        (x, target), losses = batch(mesh.get_local_rank("shards"), step), []
+        run.step(*((x,) if 0 in stages else ()), **({"target": target, "losses": losses} if last in stages else {}))
         batches = [batch(rank, step) for rank in range(world_size // 2)]
         expected = [loss_of(whole(inputs), outputs) for inputs, outputs in batches]
         (sum(expected) / len(expected)).backward()
-        if is_last:
+        if last in stages:
             assert_close(torch.stack(losses).mean(), expected[mesh.get_local_rank("shards")])
-        length = len(whole) // (2 * stages_of_rank)
-        for index, stage in stages.items():
-            wanted = dict(whole[index * length : (index + 1) * length].named_parameters())
-            for name, parameter in stage.submod.named_parameters():
-                assert_close(full(parameter.grad), wanted[name].grad)
+        for name, parameter in parameters.items():
+            assert_close(full(parameter.grad), wanted[name].grad)
         for each in (optimizer, expected_optimizer):
             each.step()
             each.zero_grad()
-    for index, stage in stages.items():
-        wanted = dict(whole[index * length : (index + 1) * length].named_parameters())
-        for name, parameter in stage.submod.named_parameters():
-            assert_close(full(parameter), wanted[name])
+    for name, parameter in parameters.items():
+        assert_close(full(parameter), wanted[name])
 
 
 def full(tensor):
@@ -109,6 +103,7 @@ def test_a_backward_that_is_split_is_refused(world_size):
     stages = dict(stages_of(nn.Sequential(*(Block() for _ in range(4))), mesh, stages_of_rank=2))
     run = pipelined(ScheduleInterleavedZeroBubble, list(stages.values()))
     x, target = batch(0, 0)
-    with torch._functorch.config.patch(donated_buffer=False):  # what torch's error says: set it, and go on
-        with pytest.raises(RuntimeError, match="cannot be split into one for inputs and one for weights"):
-            run.step(*((x,) if 0 in stages else ()), **({"target": target} if 3 in stages else {}))
+    as_torch_says = torch._functorch.config.patch(donated_buffer=False)  # in its error
+    refused = pytest.raises(RuntimeError, match="cannot be split into one for inputs and one for weights")
+    with as_torch_says, refused:
+        run.step(*((x,) if 0 in stages else ()), **({"target": target} if 3 in stages else {}))
