@@ -106,6 +106,7 @@ class FullyShardedDataParallel(metaclass=WrappedType):
             "mixed_precision": MixedPrecision() if mixed_precision is None else mixed_precision,
         }
         wrapped.mark({sharded, *selected}, attributes)
+        state_dicts.have_full_states([sharded, *selected])
         gain_methods(sharded, wrapped.METHODS)
         return sharded
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,16 +25,20 @@ from ..module.sharding import sharding_around
 from .wrapped import fsdp_modules, outermost
 
 _SETTINGS = "_fsdp_state_dict_settings"
+_DTENSORS = StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), FullOptimStateDictConfig())
+"""Of models that were sharded by another name."""
 
 
-def default_settings() -> StateDictSettings:
-    """DTensors of the model, unlike FSDP1, as torch.distributed.checkpoint takes them; full states of optimizers."""
-    return StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), FullOptimStateDictConfig())
+def have_full_states(modules: Iterable[nn.Module]) -> None:
+    """Modules that were wrapped give full tensors, until something else is said, as FSDP1's do."""
+    settings = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+    for part in modules:
+        _set(part, settings)
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
     """Of a wrapped module, or what holds some: those of the first."""
-    return next((vars(m)[_SETTINGS] for m in fsdp_modules(module) if _SETTINGS in vars(m)), default_settings())
+    return next((vars(part)[_SETTINGS] for part in fsdp_modules(module) if _SETTINGS in vars(part)), _DTENSORS)
 
 
 def set_state_dict_type(
@@ -48,10 +52,14 @@ def set_state_dict_type(
     outermost(module)  # raises where there is none
     before = settings_of(module)
     for part in fsdp_modules(module):
-        if _SETTINGS not in vars(part):
-            part.register_state_dict_post_hook(_convert)
-        vars(part)[_SETTINGS] = settings
+        _set(part, settings)
     return before
+
+
+def _set(part: nn.Module, settings: StateDictSettings) -> None:
+    if _SETTINGS not in vars(part):
+        part.register_state_dict_post_hook(_convert)
+    vars(part)[_SETTINGS] = settings
 
 
 @contextmanager
@@ -63,9 +71,10 @@ def state_dict_type(
 ) -> Iterator[None]:
     """What `module.state_dict()` and `optim_state_dict` give inside: DTensors, or full tensors.
 
-    Outside, `module.state_dict()` gives DTensors, unlike FSDP1's. `load_state_dict` takes either at any time. Every
-    rank calls `state_dict()`; with `rank0_only` the others get an empty one. So it is with `optim_state_dict`, and
-    `optim_state_dict_to_load` then takes the state from the first rank.
+    Outside, `module.state_dict()` gives full tensors, or DTensors of a model that `FullyShardedDataParallel` did not
+    shard. `load_state_dict` takes either at any time. Every rank calls `state_dict()`; with `rank0_only` the others get
+    an empty one. So it is with `optim_state_dict`, and `optim_state_dict_to_load` then takes the state from the first
+    rank.
     """
     before = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:

@@ -109,8 +109,9 @@ def test_apply_sees_full_parameters_and_keeps_what_it_writes(world_size):
 @on_ranks(2)
 def test_the_type_of_state_dicts_holds_until_it_is_set_again(world_size):
     expected, model = build("gpt"), nested()
+    assert_close(dict(model.state_dict()), dict(expected.state_dict()))
     before = FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True))
-    assert before.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    assert before.state_dict_config == FullStateDictConfig()
     assert FSDP.get_state_dict_type(model.blocks[0]).state_dict_config == FullStateDictConfig(rank0_only=True)
     for part, whole in ((model, expected), (model.blocks[0], expected.blocks[0])):
         state = part.state_dict()
