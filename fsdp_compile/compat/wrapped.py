@@ -9,7 +9,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ import torch.nn as nn
 from ..errors import ConfigError
 from ..module.full_parameters import SummonOptions, summon
 from ..module.sharded_module import ShardedMethods
-from ..module.sharding import Sharding, is_sharded, sharding_around
+from ..module.sharding import Sharding, is_sharded, sharding_around, sharding_of
 
 _MARK = "_fsdp_wrapped"
 
@@ -143,11 +143,35 @@ def _refuse_inner(module: nn.Module, method: str) -> None:
         raise RuntimeError(f"{method} should only be called on the root FSDP instance: this one is a part of another")
 
 
-def _register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]) -> NoReturn:
-    raise ConfigError(
-        "register_comm_hook is not supported: reductions are a part of the compiled backward. A reduce_dtype of "
-        "mixed_precision sends less"
-    )
+_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
+_DTYPE_OF_HOOK = {
+    "allreduce_hook": None,
+    "reduce_scatter_hook": None,
+    "fp16_compress_hook": torch.float16,
+    "bf16_compress_hook": torch.bfloat16,
+}
+"""What torch's own hooks reduce gradients in; None is what they are reduced in without a hook."""
+
+
+def _register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]) -> None:
+    """From the next call on, gradients are reduced as one of torch's hooks does; the average stays one.
+
+    Raises:
+        AssertionError: as FSDP1, if the module is a part of another one.
+        ConfigError: the hook is another one; nothing has changed.
+    """
+    if not is_sharded(self):
+        raise AssertionError("register_comm_hook can only be called on a root instance.")
+    name = getattr(hook, "__name__", "")
+    if getattr(hook, "__module__", "") != _HOOKS or name not in _DTYPE_OF_HOOK:
+        raise ConfigError(
+            f"register_comm_hook takes {', '.join(_DTYPE_OF_HOOK)} of torch, not {hook!r}: reductions are part of the "
+            "compiled backward, which runs no other function"
+        )
+    if (dtype := _DTYPE_OF_HOOK[name]) is not None:
+        for shard in sharding_of(self).shards:
+            if shard.layout.dtype.is_floating_point:
+                shard.change_layout(dataclasses.replace(shard.layout, reduce_dtype=dtype))
 
 
 METHODS: dict[str, Callable[..., Any]] = {

@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn as nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed.fsdp import fully_shard
 
 from ..runtime.gradients import reduce_leftovers
-from ..runtime.wrappers import ShardedHere, refuse_fully_shard
+from ..runtime.wrappers import note_sharded
 from .own_units import OwnUnits, own_units_below, own_units_of
 
 
@@ -69,34 +66,5 @@ class ParamGroup:
 
 
 def note_state(module: nn.Module) -> None:
-    """Note that a module was sharded by a call of its own, where torch's composable functions look.
-
-    `fully_shard.state` finds its state, and `replicate` around it leaves its parameters alone.
-    """
-    states, registry = vars(module).get(STATE_KEY, {}), vars(module).get(REGISTRY_KEY, {})
-    vars(module)[STATE_KEY] = States({**states, _FULLY_SHARD: UnitState(module)})
-    vars(module)[REGISTRY_KEY] = Registry({**registry, "fully_shard": ShardedHere()})
-
-
-class States(dict[Callable[..., Any], Any]):
-    """By function. A copy of the module, or one from a file, gets a state of its own."""
-
-    def __contains__(self, function: object) -> bool:
-        """What `fully_shard` of torch asks before it shards: ConfigError."""
-        found = super().__contains__(function)
-        if found and function is _FULLY_SHARD:
-            refuse_fully_shard(self[_FULLY_SHARD].module)
-        return found
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ({function: state for function, state in self.items() if function is not _FULLY_SHARD},)
-
-
-class Registry(dict[str, RegistryItem]):
-    """By the name of a function, and otherwise as `States`."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ({name: item for name, item in self.items() if name != "fully_shard"},)
-
-
-_FULLY_SHARD: Callable[..., Any] = fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
+    """Have `fully_shard.state` find the state of a module that was sharded by a call of its own."""
+    note_sharded(module, UnitState(module))

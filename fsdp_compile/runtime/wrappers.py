@@ -10,12 +10,12 @@ Private, as of torch 2.11 to 2.15: those attributes, and the keys of those notes
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch.nn as nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -51,10 +51,42 @@ def refuse_registration(outer: nn.Module, name: str, module: nn.Module | None) -
             raise _wraps(f"{type(outer).__name__} of torch", module)
 
 
-def refuse_fully_shard(module: nn.Module) -> None:
-    """Raise ConfigError if a module that we have sharded, which torch's `fully_shard` is called with, has shards."""
-    if _sharded_parameters(module):
-        raise _wraps("fully_shard of torch", module)
+def note_sharded(module: nn.Module, state: object) -> None:
+    """Note that a module was sharded by a call of its own, and its state, where torch's composable functions look.
+
+    `fully_shard.state` finds the state, and `replicate` around the module leaves its parameters alone.
+    """
+    states, registry = vars(module).get(STATE_KEY, {}), vars(module).get(REGISTRY_KEY, {})
+    vars(module)[STATE_KEY] = States(module, {**states, _FULLY_SHARD: state})
+    vars(module)[REGISTRY_KEY] = Registry({**registry, "fully_shard": ShardedHere()})
+
+
+class States(dict[Callable[..., Any], Any]):
+    """What composable functions have noted of a module, by function. A copy, or one from a file, is noted anew."""
+
+    def __init__(self, module: nn.Module, states: Mapping[Callable[..., Any], Any]) -> None:
+        super().__init__(states)
+        self.module = module
+
+    def __contains__(self, function: object) -> bool:
+        """What torch's `fully_shard` asks before it shards: ConfigError if there are shards."""
+        found = super().__contains__(function)
+        if found and function is _FULLY_SHARD and _sharded_parameters(self.module):
+            raise _wraps("fully_shard of torch", self.module)
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({function: state for function, state in self.items() if function is not _FULLY_SHARD},)
+
+
+class Registry(dict[str, RegistryItem]):
+    """By the name of a function, and otherwise as `States`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({name: item for name, item in self.items() if name != "fully_shard"},)
+
+
+_FULLY_SHARD: Callable[..., Any] = fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
 
 
 class RefusesWrappers:

@@ -7,8 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._comm_hooks.default_hooks import (
+    LowPrecisionState,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
 from torch.distributed.fsdp import (
     FullStateDictConfig,
+    MixedPrecision,
     OptimStateKeyType,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -19,7 +26,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError
 from fsdp_compile.compat import FullyShardedDataParallel as FSDP
-from tests.distributed.training import STEPS, adamw, assert_close, assert_same_parameters, full, global_batch, train
+from tests.distributed.training import (
+    STEPS,
+    adamw,
+    assert_close,
+    assert_same_parameters,
+    batch_of_rank,
+    full,
+    global_batch,
+    train,
+)
 from tests.models import build
 from tests.ranks import on_ranks
 
@@ -185,7 +201,27 @@ def test_full_states_are_on_the_first_rank_alone(world_size):
         FSDP.optim_state_dict(model, strange)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @on_ranks(2)
-def test_communication_hooks_are_refused(world_size):
-    with pytest.raises(ConfigError, match="register_comm_hook is not supported"):
-        nested().register_comm_hook(None, lambda state, gradient: None)
+def test_communication_hooks_of_torch_are_what_reductions_cast_to(world_size, dtype):
+    hooks = {None: reduce_scatter_hook, torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
+    policy = MixedPrecision(reduce_dtype=dtype)
+    expected, model = nested(mixed_precision=policy), nested()
+    train(model, adamw(model.parameters()), STEPS[:1])  # compiled without a hook
+    train(expected, adamw(expected.parameters()), STEPS[:1])
+    model.load_state_dict(expected.state_dict())
+    model.register_comm_hook(LowPrecisionState(dist.group.WORLD), hooks[dtype])
+    for each in (expected, model):
+        each.zero_grad()
+        each(*batch_of_rank(each, 1)).backward()
+    for parameter, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert parameter.grad.dtype == torch.float32 and torch.equal(full(parameter.grad), full(wanted.grad))
+
+
+@on_ranks(2)
+def test_communication_hooks_that_a_compiled_backward_cannot_run(world_size):
+    model = nested()
+    with pytest.raises(ConfigError, match="register_comm_hook takes allreduce_hook"):
+        model.register_comm_hook(None, lambda state, gradient: None)
+    with pytest.raises(AssertionError, match="can only be called on a root instance"):
+        model.blocks[0].register_comm_hook(None, reduce_scatter_hook)
