@@ -20,10 +20,11 @@ from ..checks import check_bool, listed
 from ..errors import ConfigError
 from ..layout.options import OffloadConfig
 from ..layout.units import selected_modules
+from ..module.resetting import param_init_by_reset
 from ..module.sharded_module import gain_methods
-from ..module.sharding import sharding_of
+from ..module.sharding import is_sharded, sharding_of
 from . import optimizer_state_dicts, state_dicts, wrapped
-from .mixed_precision import cast_buffers, mp_policy_of
+from .mixed_precision import cast_as_parts, cast_buffers, mp_policy_of
 from .wrapped import WrappedType
 
 _MOST_GPUS = 128  # that torch.device can name
@@ -79,6 +80,9 @@ class FullyShardedDataParallel(metaclass=WrappedType):
         left_alone = _ignored(ignored_modules, ignored_states)
         policy, ignored = _policy(auto_wrap_policy, fsdp_auto_wrap_policy, module), _parameters_of(left_alone, module)
         selected = selected_modules(module, policy)
+        parts = [part for part in module.modules() if part is not module and is_sharded(part)]
+        if param_init_fn is None:
+            param_init_fn = param_init_by_reset(module, _values_on(device_id), ignored)
         with _moved(module, device_id):
             sharded = fsdp_compile(
                 module,
@@ -94,6 +98,7 @@ class FullyShardedDataParallel(metaclass=WrappedType):
                 sync_module_states=sync_module_states,
                 backend=backend,
             )
+        cast_as_parts(parts)
         if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
             cast_buffers(module, mixed_precision, [item for item in left_alone if isinstance(item, nn.Module)])
         strategy = _strategy_in_effect(sharding_strategy, sharded)
@@ -130,7 +135,8 @@ def _strategy_in_effect(strategy: Any, sharded: nn.Module) -> ShardingStrategy:
     mesh = sharding_of(sharded).mesh
     if given is ShardingStrategy.NO_SHARD or (mesh is not None and mesh.size() > 1):
         return given
-    warnings.warn(f"`NO_SHARD` takes the place of {given}: there is one rank, and nothing to shard", stacklevel=3)
+    # FSDP1's words
+    warnings.warn(f"FSDP is switching to use `NO_SHARD` instead of {given} since the world size is 1.", stacklevel=3)
     return ShardingStrategy.NO_SHARD
 
 
@@ -151,6 +157,13 @@ def _moved(module: nn.Module, device_id: Any) -> Iterator[None]:
         for tensor, was_on in zip(tensors, before, strict=True):
             tensor.data = tensor.data.to(was_on)
         raise
+
+
+def _values_on(device_id: Any) -> torch.device:
+    """Where what is on the meta device gets its values."""
+    if device_id is not None:
+        return _device(device_id)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _device(device_id: Any) -> torch.device:

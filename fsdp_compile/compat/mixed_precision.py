@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from ..checks import check_bool, check_dtype, listed
 from ..errors import ConfigError
+from ..layout.precision import remove_input_casts
 
 
 def mp_policy_of(mixed: MixedPrecision, module: nn.Module) -> Any:
@@ -54,3 +55,11 @@ def cast_buffers(module: nn.Module, mixed: MixedPrecision, ignored: Iterable[nn.
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 owner._buffers[name] = buffer.to(mixed.buffer_dtype)
+
+
+def cast_as_parts(modules: Iterable[nn.Module]) -> None:
+    """Modules that were wrapped and are a part of a larger one now: `cast_root_forward_inputs` holds for that one."""
+    for module in modules:
+        mixed = vars(module).get("mixed_precision")
+        if isinstance(mixed, MixedPrecision) and not mixed.cast_forward_inputs:
+            remove_input_casts(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,8 @@ from ..errors import ConfigError
 from .state_dicts import is_first_rank, is_rank0_only, settings_of
 
 State = dict[str, Any]
+
+_CHECKPOINTED = "_checkpoint_wrapped_module."  # in names that torch's checkpoint_wrapper makes, except in state dicts
 
 
 def optim_state_dict(
@@ -137,7 +140,9 @@ def _parameters_of(
     Args:
         optim_input: what the optimizer was made of, where it is not given; with neither, `model.parameters()`.
     """
-    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    if optim_input is not None:  # FSDP1's words
+        warnings.warn("The `optim_input` argument is deprecated: pass `optim`", FutureWarning, stacklevel=3)
+    name_of = {parameter: name.replace(_CHECKPOINTED, "") for name, parameter in model.named_parameters()}
     given: Iterable[Any] = model.parameters() if optim_input is None else optim_input
     groups = optim.param_groups if optim is not None else list(given)
     inputs = [item for group in groups for item in (group["params"] if isinstance(group, dict) else [group])]

@@ -14,7 +14,7 @@ Lightning 2.6; what is private of it here is `_setup_model`, `_setup_distributed
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ from ..api import fsdp_compile
 from ..backend import compile_parts
 from ..compiler.options import CompileConfig
 from ..errors import ConfigError
+from ..module.resetting import param_init_by_reset
 from ..module.sharded_module import register_fsdp_forward_method
 from ..module.sharding import is_sharded, sharding_of
 from ..options import Options, taken, takes
@@ -276,30 +277,9 @@ def shard_and_compile(model: nn.Module, mesh: DeviceMesh, device: torch.device, 
     Raises:
         ConfigError: a module on the meta device has no such method, and there is no `param_init_fn`.
     """
-    if options.get("param_init_fn") is None and (on_meta := list(_modules_on_meta(model))):
-        for module in on_meta:
-            if not callable(getattr(module, "reset_parameters", None)):
-                raise ConfigError(
-                    f"a {type(module).__name__} has tensors on the meta device and no reset_parameters() to give them "
-                    "values: give the strategy a param_init_fn"
-                )
-        options = {**options, "param_init_fn": _resetting(device)}
+    if options.get("param_init_fn") is None:
+        options = {**options, "param_init_fn": param_init_by_reset(model, device)}
     fsdp_compile(model, mesh, **options)
-
-
-def _modules_on_meta(model: nn.Module) -> Iterator[nn.Module]:
-    def tensors(module: nn.Module) -> Iterable[torch.Tensor]:
-        return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-    return (module for module in model.modules() if any(tensor.is_meta for tensor in tensors(module)))
-
-
-def _resetting(device: torch.device) -> Callable[[nn.Module], None]:
-    def param_init_fn(module: nn.Module) -> None:
-        module.to_empty(device=device, recurse=False)
-        module.reset_parameters()  # type: ignore[operator]
-
-    return param_init_fn
 
 
 for registry, strategy in (

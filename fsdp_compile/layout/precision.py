@@ -116,6 +116,14 @@ def install_casts(model: nn.Module, precision: Precision) -> None:
             module.register_forward_hook(CastOutputs(policy.output_dtype))
 
 
+def remove_input_casts(module: nn.Module) -> None:
+    """From now on, this boundary leaves what it is called with as it is."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, CastInputs):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 @dataclasses.dataclass(frozen=True)
 class CastInputs:
     """A forward pre-hook."""
