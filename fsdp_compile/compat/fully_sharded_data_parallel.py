@@ -112,7 +112,7 @@ class FullyShardedDataParallel(metaclass=WrappedType):
         }
         wrapped.mark({sharded, *selected}, attributes)
         state_dicts.have_full_states([sharded, *selected])
-        gain_methods(sharded, wrapped.METHODS)
+        gain_methods(sharded, {**_static_methods(), **wrapped.METHODS})
         return sharded
 
     fsdp_modules = staticmethod(wrapped.fsdp_modules)
@@ -128,6 +128,12 @@ class FullyShardedDataParallel(metaclass=WrappedType):
     flatten_sharded_optim_state_dict = staticmethod(optimizer_state_dicts.flatten_sharded_optim_state_dict)
     scatter_full_optim_state_dict = staticmethod(optimizer_state_dicts.scatter_full_optim_state_dict)
     rekey_optim_state_dict = staticmethod(optimizer_state_dicts.rekey_optim_state_dict)
+
+
+def _static_methods() -> dict[str, Any]:
+    """What scripts call through a model as well as through the class."""
+    found = vars(FullyShardedDataParallel).items()
+    return {name: each for name, each in found if isinstance(each, staticmethod) and not name.startswith("_")}
 
 
 def _strategy_in_effect(strategy: Any, sharded: nn.Module) -> ShardingStrategy:

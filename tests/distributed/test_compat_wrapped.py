@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
     LowPrecisionState,
     bf16_compress_hook,
@@ -225,3 +226,66 @@ def test_communication_hooks_that_a_compiled_backward_cannot_run(world_size):
         model.register_comm_hook(None, lambda state, gradient: None)
     with pytest.raises(AssertionError, match="can only be called on a root instance"):
         model.blocks[0].register_comm_hook(None, reduce_scatter_hook)
+
+
+class Casting(nn.Module):
+    """Notes what its parts are called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.seen = []
+
+    def forward(self, x, dtype=None):
+        x = self.first(x)
+        self.seen.append(x.dtype)
+        return self.second(x if dtype is None else x.to(dtype))
+
+
+@on_ranks(2)
+def test_a_part_casts_its_inputs_only_if_it_says_so(world_size):
+    x = torch.ones(2, 4)
+    for casts in (False, True):
+        model = Casting()
+        wrapped(model.second, mixed_precision=MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=casts))
+        wrapped(model)
+        assert model(x, None if casts else torch.float16).dtype == torch.float16
+        if not casts:
+            with pytest.raises(RuntimeError, match="same dtype"):
+                model(x)
+    root = wrapped(nn.Linear(4, 4), mixed_precision=MixedPrecision(param_dtype=torch.float16))
+    assert root(x).dtype == torch.float16
+
+
+@on_ranks(1, 2)
+def test_what_is_on_the_meta_device_gets_the_values_of_reset_parameters(world_size):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        nameless = nn.Sequential(nn.Linear(2, 2), Scale())
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    torch.manual_seed(0)
+    wrapped(model)
+    assert_close(dict(model.state_dict()), dict(expected.state_dict()))
+    with pytest.raises(ConfigError, match="a Scale has tensors on the meta device and no reset_parameters"):
+        wrapped(nameless)
+    assert all(parameter.is_meta and not isinstance(parameter, DTensor) for parameter in nameless.parameters())
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+@on_ranks(2)
+def test_states_have_the_names_from_before_checkpoint_wrappers(world_size):
+    model = build("gpt")
+    wrapped(model)
+    apply_activation_checkpointing(model, check_fn=lambda module: module in set(model.blocks))
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, STEPS[:1])
+    state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert list(state["state"]) == [name for name, _ in build("gpt").named_parameters()]
+    loadable = model.optim_state_dict_to_load(model, optimizer, state)
+    assert loadable["param_groups"][0]["params"] == list(range(len(state["state"])))
