@@ -38,6 +38,18 @@ def test_ignored_parameters_are_left_alone(world_size, front_end):
     assert all(map(torch.equal, [parameter.detach() for parameter in ignored], values))
 
 
+@both_front_ends
+@on_ranks(2)
+def test_what_is_sharded_already_cannot_be_ignored(world_size, front_end):
+    model = build("gpt")
+    front_end(model.blocks[0])
+    sharded = next(iter(model.blocks[0].parameters()))
+    with pytest.raises(ConfigError, match=r"ignored_params holds blocks\.0\.[a-z.]+, which is sharded already"):
+        front_end(model, ignored_params=[sharded])
+    front_end(model)
+    assert next(iter(model.blocks[0].parameters())) is sharded
+
+
 @on_ranks(2)
 def test_ignored_parameters_may_have_any_dtype_and_device(world_size):
     class Quantized(nn.Module):
