@@ -78,6 +78,12 @@ class FullyShardedDataParallel(metaclass=WrappedType):
             raise ConfigError(f"device_mesh is a DeviceMesh, not {device_mesh!r}")
         OffloadConfig.of(cpu_offload, "cpu_offload")
         left_alone = _ignored(ignored_modules, ignored_states)
+        if any(item is module for item in left_alone):  # FSDP1's words
+            warnings.warn(
+                "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+                "parameters being ignored and is not well-supported",
+                stacklevel=2,
+            )
         policy, ignored = _policy(auto_wrap_policy, fsdp_auto_wrap_policy, module), _parameters_of(left_alone, module)
         selected = selected_modules(module, policy)
         parts = [part for part in module.modules() if part is not module and is_sharded(part)]

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import ConfigError
+from ..module.sharding import sharding_around
+from ..runtime.comparison import Line
 from .state_dicts import is_first_rank, is_rank0_only, settings_of
 
 State = dict[str, Any]
@@ -153,9 +155,17 @@ def _parameters_of(
 
 
 def _named(state: State, model: nn.Module, parameters: dict[str, torch.Tensor], config: OptimStateDictConfig) -> State:
-    """A state of numbers with names, and with tensors as `config` says. Every rank calls this."""
+    """A state of numbers with names, and with tensors as `config` says. Every rank calls this.
+
+    Raises:
+        RankError: full tensors are asked for, and the optimizers of two ranks have states for different parameters.
+    """
     named = _renamed(state, dict(enumerate(parameters)))
     is_full, to_cpu = isinstance(config, FullOptimStateDictConfig), config.offload_to_cpu
+    sharding = sharding_around(model)
+    if is_full and sharding is not None and sharding.agreement is not None:
+        states = [f"the state of {name}: {', '.join(values)}" for name, values in named["state"].items()]
+        sharding.agreement.agree([Line("a full state of an optimizer"), *map(Line, states)])
     named["state"] = {
         name: {key: _owned(value, is_full, to_cpu) for key, value in values.items()}
         for name, values in named["state"].items()

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import ConfigError
+from fsdp_compile import ConfigError, RankError
 from fsdp_compile.compat import FullyShardedDataParallel as FSDP
 from tests.distributed.training import (
     STEPS,
@@ -38,7 +38,7 @@ from tests.distributed.training import (
     train,
 )
 from tests.models import build
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_until_parted
 
 wrapped = functools.partial(FSDP, backend="aot_eager")
 
@@ -289,3 +289,16 @@ def test_states_have_the_names_from_before_checkpoint_wrappers(world_size):
     assert list(state["state"]) == [name for name, _ in build("gpt").named_parameters()]
     loadable = model.optim_state_dict_to_load(model, optimizer, state)
     assert loadable["param_groups"][0]["params"] == list(range(len(state["state"])))
+
+
+def full_state_of_some():
+    model = nested()
+    parameters = list(model.parameters())
+    optimizer = adamw(parameters[: len(parameters) - dist.get_rank()])
+    train(model, optimizer, STEPS[:1])
+    with pytest.raises(RankError, match="rank 0 and rank 1 differ(.|\n)*the state of norm.bias"):
+        FSDP.full_optim_state_dict(model, optimizer)
+
+
+def test_a_full_state_that_ranks_have_not_in_common_is_refused_on_all():
+    run_until_parted(2, full_state_of_some)
