@@ -58,7 +58,6 @@ from .runtime.agreement import agreement_of
 from .runtime.groups import device_of, num_shards_of, resolve_mesh
 from .runtime.interruption import end_in_one_line
 from .runtime.meta import check_traced_on, off_meta, untouched
-from .runtime.optimizers import replacement_of
 from .runtime.wrappers import refuse_wrapped
 
 _MOST_RANKS = 2**31
@@ -386,14 +385,15 @@ def _check_model(model: object, ignored: Sequence[nn.Parameter]) -> dict[str, nn
             found = f"a tensor of shape {tuple(parameter.shape)}" if torch.is_tensor(parameter) else repr(parameter)
             raise ConfigError(f"ignored_params holds parameters of the model, and {found} is none")
     parts = sharded_parts(model)
-    adopted = adopted_parameters(model, parts)
+    sharded = {each for part in parts.values() for shard in sharding_of(part).shards for each in shard.parameters}
+    both = sharded.intersection(ignored)
     for name, parameter in model.named_parameters():
-        if parameter in adopted and parameter in ignored and replacement_of(parameter) is None:
+        if parameter in both:
             raise ConfigError(f"ignored_params holds {name}, which is sharded already")
     for name, part in parts.items():
         came = newcomers(part, sharding_of(part).left)
         refuse([f"{name}.{inner}" for inner, parameter in came.items() if parameter not in set(ignored)], name)
-    left_out = {*ignored, *adopted}
+    left_out = {*ignored, *adopted_parameters(model, parts)}
     parameters = {name: value for name, value in model.named_parameters() if value not in left_out}
     refuse_wrapped(model, set(parameters.values()))
     check_not_sharded(parameters)
