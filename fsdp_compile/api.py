@@ -26,7 +26,7 @@ from .layout.buckets import NO_AXIS, Axes, Axis, Placement, check_parameters, la
 from .layout.placements import find_dims
 from .layout.precision import find_precision, install_casts
 from .layout.units import Unit, find_units
-from .module.adoption import adopt, adopted_parameters, check_mesh, common_mesh, sharded_parts
+from .module.adoption import adopt, adopted_parameters, check_mesh, check_not_ignored, common_mesh, sharded_parts
 from .module.decision import (
     Decision,
     check_dense,
@@ -385,11 +385,7 @@ def _check_model(model: object, ignored: Sequence[nn.Parameter]) -> dict[str, nn
             found = f"a tensor of shape {tuple(parameter.shape)}" if torch.is_tensor(parameter) else repr(parameter)
             raise ConfigError(f"ignored_params holds parameters of the model, and {found} is none")
     parts = sharded_parts(model)
-    sharded = {each for part in parts.values() for shard in sharding_of(part).shards for each in shard.parameters}
-    both = sharded.intersection(ignored)
-    for name, parameter in model.named_parameters():
-        if parameter in both:
-            raise ConfigError(f"ignored_params holds {name}, which is sharded already")
+    check_not_ignored(model, parts, ignored)
     for name, part in parts.items():
         came = newcomers(part, sharding_of(part).left)
         refuse([f"{name}.{inner}" for inner, parameter in came.items() if parameter not in set(ignored)], name)

@@ -83,9 +83,9 @@ def _rank(rank: int, backends: Sequence[str], folder: str) -> None:
         dist.barrier()  # the other rank may still be reading, or find a difference
         if rank == 0:
             (Path(folder) / backend).write_text(f"{time.perf_counter() - begin:.1f}")
+    util._run_finalizers(0)  # type: ignore[attr-defined]  # gives semaphores back, as tqdm's; Python's end would do it
     # DTensor's caches hold the process group, so destroying it joins none of gloo's threads. One of them that drops a
     # tensor while Python ends aborts the process ("terminate called without an active exception"): Python does not end.
-    util._run_finalizers(0)  # type: ignore[attr-defined]  # gives semaphores back, as tqdm's; Python's end would do it
     os._exit(0)
 
 

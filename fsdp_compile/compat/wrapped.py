@@ -181,5 +181,4 @@ METHODS: dict[str, Callable[..., Any]] = {
     "check_is_root": _check_is_root,
     "register_comm_hook": _register_comm_hook,
     "summon_full_params": _summon,
-    "fsdp_modules": staticmethod(fsdp_modules),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +63,15 @@ def check_mesh(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None) -> None:
                 f"{name} is sharded over the ranks {_ranks(found)}, and the model would be over {_ranks(mesh)}: "
                 "give them one mesh"
             )
+
+
+def check_not_ignored(model: nn.Module, parts: Mapping[str, nn.Module], ignored: Collection[nn.Parameter]) -> None:
+    """Raise ConfigError if a parameter is to be ignored that the parts have sharded."""
+    sharded = {each for part in parts.values() for shard in sharding_of(part).shards for each in shard.parameters}
+    both = sharded.intersection(ignored)
+    for name, parameter in model.named_parameters():
+        if parameter in both:
+            raise ConfigError(f"ignored_params holds {name}, which is sharded already")
 
 
 def _ranks(mesh: DeviceMesh | None) -> object:

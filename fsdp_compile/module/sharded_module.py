@@ -253,7 +253,8 @@ def take_own_units(sharding: Sharding, own: OwnUnits) -> None:
     for module in own.modules:
         if "_fsdp_sharding" not in vars(module) and not isinstance(module, FSDPModule):
             become_unit(module)
-        note_state(module)
+        else:
+            note_state(module)
 
 
 def load_sharded(*saved: Any) -> nn.Module:

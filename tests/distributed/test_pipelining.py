@@ -14,10 +14,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 
 from fsdp_compile import compat
-from tests.distributed.training import assert_close
+from tests.distributed.training import assert_close, full
 from tests.ranks import on_ranks
 
 MICROBATCHES, ROWS, WIDTH = 4, 2, 8
@@ -91,10 +90,6 @@ def test_stages_train_as_the_whole(world_size, schedule, stages_of_rank):
             each.zero_grad()
     for name, parameter in parameters.items():
         assert_close(full(parameter), wanted[name])
-
-
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @on_ranks(4)
