@@ -180,7 +180,8 @@ def decide(model: nn.Module, options: Options) -> Decision:
 def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | None, decision: Decision) -> Decision:
     """The decision for the ranks that there are. Every rank calls this; they may initialise the process group."""
     options, device = decision.options, device_of(decision.parameters)
-    if mesh is None and options.process_group is None:
+    is_given = mesh is not None or options.process_group is not None
+    if not is_given:
         mesh = common_mesh(parts)
         initialise_from_environment(device)
     resolved = resolve_mesh(
@@ -195,7 +196,7 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
         check_dense(model, set(decision.parameters.values()))
     decision.with_shards(num_shards_of(resolved))  # raises for a number that does not divide the ranks
     check_mesh(parts, resolved)
-    decision = dataclasses.replace(decision, mesh=resolved)
+    decision = dataclasses.replace(decision, mesh=resolved, is_alone=is_given and resolved is None)
     schedule = decision.schedule
     if schedule.memory_budget is not None and schedule.hardware is None:
         hardware = _hardware_at_hand(decision.compute_device, resolved, local_world_size())

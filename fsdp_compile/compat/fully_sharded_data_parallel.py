@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -24,7 +23,8 @@ from ..module.resetting import param_init_by_reset
 from ..module.sharded_module import gain_methods
 from ..module.sharding import is_sharded, sharding_of
 from . import optimizer_state_dicts, state_dicts, wrapped
-from .mixed_precision import cast_as_parts, cast_buffers, mp_policy_of
+from .mixed_precision import cast_as_parts, cast_buffers, keep_low_precision_gradients, mp_policy_of
+from .policies import wrapping_by
 from .wrapped import WrappedType
 
 _MOST_GPUS = 128  # that torch.device can name
@@ -38,6 +38,9 @@ class FullyShardedDataParallel(metaclass=WrappedType):
     may be either). The schedule decides how many gathers are in flight, and the CPU never waits for them: either value
     of `limit_all_gathers` is honoured. In torch 1.11 the third and following positional arguments were
     `cpu_offload, fsdp_auto_wrap_policy, backward_prefetch`; that is recognised by the type of the third.
+
+    A `CustomPolicy` may return a dict with options for a module. What was wrapped before is returned as it is, if the
+    options are the same: it has no parameters left for another wrapper.
 
     Raises:
         ConfigError: as `fsdp_compile`; and for what is not supported of the arguments.
@@ -69,14 +72,21 @@ class FullyShardedDataParallel(metaclass=WrappedType):
             if isinstance(auto_wrap_policy, BackwardPrefetch):
                 backward_prefetch = auto_wrap_policy
             sharding_strategy, cpu_offload, auto_wrap_policy = None, sharding_strategy, cpu_offload
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"module is an nn.Module, not {type(module).__name__}")
-        flags = {"forward_prefetch": forward_prefetch, "limit_all_gathers": limit_all_gathers}
-        for name, flag in {**flags, "use_orig_params": use_orig_params}.items():
-            check_bool(name, flag)
-        if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
-            raise ConfigError(f"device_mesh is a DeviceMesh, not {device_mesh!r}")
-        OffloadConfig.of(cpu_offload, "cpu_offload")
+        given = {
+            "process_group": process_group,
+            "sharding_strategy": ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "device_mesh": device_mesh,
+        }
+        _check(module, given)
         left_alone = _ignored(ignored_modules, ignored_states)
         if any(item is module for item in left_alone):  # FSDP1's words
             warnings.warn(
@@ -84,39 +94,19 @@ class FullyShardedDataParallel(metaclass=WrappedType):
                 "parameters being ignored and is not well-supported",
                 stacklevel=2,
             )
-        policy, ignored = _policy(auto_wrap_policy, fsdp_auto_wrap_policy, module), _parameters_of(left_alone, module)
-        selected = selected_modules(module, policy)
-        parts = [part for part in module.modules() if part is not module and is_sharded(part)]
-        if param_init_fn is None:
-            param_init_fn = param_init_by_reset(module, _values_on(device_id), ignored)
-        with _moved(module, device_id):
-            sharded = fsdp_compile(
-                module,
-                device_mesh,
-                process_group=process_group,
-                auto_wrap_policy=policy,
-                sharding_strategy=ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy,
-                mp_policy=None if mixed_precision is None else mp_policy_of(mixed_precision, module),
-                offload_policy=cpu_offload,
-                backward_prefetch=backward_prefetch,
-                ignored_params=ignored,
-                param_init_fn=param_init_fn,
-                sync_module_states=sync_module_states,
-                backend=backend,
-            )
-        cast_as_parts(parts)
-        if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
-            cast_buffers(module, mixed_precision, [item for item in left_alone if isinstance(item, nn.Module)])
-        strategy = _strategy_in_effect(sharding_strategy, sharded)
-        attributes = {
-            "sharding_strategy": strategy,
-            "cpu_offload": CPUOffload() if cpu_offload is None else cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "mixed_precision": MixedPrecision() if mixed_precision is None else mixed_precision,
-        }
-        wrapped.mark({sharded, *selected}, attributes)
+        if wrapped.was_wrapped(module):
+            decides = (process_group, device_mesh, auto_wrap_policy, fsdp_auto_wrap_policy, param_init_fn)
+            is_plain = not left_alone and all(each is None for each in decides)
+            wrapped.check_same(module, _attributes(given), is_plain=is_plain)
+            return module
+        wrapping = wrapping_by(auto_wrap_policy, fsdp_auto_wrap_policy, module, left_alone)
+        selected = selected_modules(module, wrapping.policy)
+        for part, options in wrapping.options_of_module.items():
+            wrap: Any = cls
+            wrap(part, ignored_states=left_alone, backend=backend, **{**given, **options})
+        sharded = _shard(module, wrapping.policy, given, left_alone, backend)
+        strategy = _strategy_in_effect(given["sharding_strategy"], sharded)
+        wrapped.mark({sharded, *selected}, {**_attributes(given), "sharding_strategy": strategy})
         state_dicts.have_full_states([sharded, *selected])
         gain_methods(sharded, {**_static_methods(), **wrapped.METHODS})
         return sharded
@@ -142,8 +132,60 @@ def _static_methods() -> dict[str, Any]:
     return {name: each for name, each in found if isinstance(each, staticmethod) and not name.startswith("_")}
 
 
-def _strategy_in_effect(strategy: Any, sharded: nn.Module) -> ShardingStrategy:
-    given = ShardingStrategy.FULL_SHARD if strategy is None else strategy
+def _check(module: object, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a module that is none, and for what `fsdp_compile` does not check of the arguments."""
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module is an nn.Module, not {type(module).__name__}")
+    for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params"):
+        check_bool(name, given[name])
+    mesh = given["device_mesh"]
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"device_mesh is a DeviceMesh, not {mesh!r}")
+    OffloadConfig.of(given["cpu_offload"], "cpu_offload")
+
+
+def _attributes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What FSDP1 keeps of the arguments on a module that it has wrapped."""
+    without = {"cpu_offload": CPUOffload(), "mixed_precision": MixedPrecision()}
+    kept = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "limit_all_gathers", *without)
+    return {name: without.get(name) if given[name] is None else given[name] for name in kept}
+
+
+def _shard(
+    module: nn.Module,
+    policy: Any,
+    given: Mapping[str, Any],
+    left_alone: Iterable[nn.Module | nn.Parameter],
+    backend: str,
+) -> nn.Module:
+    parts = [part for part in module.modules() if part is not module and is_sharded(part)]
+    mixed, param_init_fn, ignored = given["mixed_precision"], given["param_init_fn"], _parameters_of(left_alone, module)
+    if param_init_fn is None:
+        param_init_fn = param_init_by_reset(module, _values_on(given["device_id"]), ignored)
+    with _moved(module, given["device_id"]):
+        sharded = fsdp_compile(
+            module,
+            given["device_mesh"],
+            process_group=given["process_group"],
+            auto_wrap_policy=policy,
+            sharding_strategy=given["sharding_strategy"],
+            mp_policy=None if mixed is None else mp_policy_of(mixed, module),
+            offload_policy=given["cpu_offload"],
+            backward_prefetch=given["backward_prefetch"],
+            ignored_params=ignored,
+            param_init_fn=param_init_fn,
+            sync_module_states=given["sync_module_states"],
+            backend=backend,
+        )
+    cast_as_parts(parts)
+    if mixed is not None and mixed.keep_low_precision_grads:
+        keep_low_precision_gradients(module, mixed)
+    if mixed is not None and mixed.buffer_dtype is not None:
+        cast_buffers(module, mixed, [item for item in left_alone if isinstance(item, nn.Module)])
+    return sharded
+
+
+def _strategy_in_effect(given: ShardingStrategy, sharded: nn.Module) -> ShardingStrategy:
     mesh = sharding_of(sharded).mesh
     if given is ShardingStrategy.NO_SHARD or (mesh is not None and mesh.size() > 1):
         return given
@@ -187,28 +229,6 @@ def _device(device_id: Any) -> torch.device:
     if isinstance(device_id, torch.device) and device_id.type != "meta":
         return device_id
     raise ConfigError(f"device_id is the number of a GPU, or a torch.device that has memory, not {device_id!r}")
-
-
-def _policy(policy: Any, of_torch_1_11: Any, module: nn.Module) -> Any:
-    """A policy as `fsdp_compile` takes it; a callable of torch 1.11 names its third argument `unwrapped_params`."""
-    if policy is not None and of_torch_1_11 is not None:
-        raise ConfigError("give an auto_wrap_policy or an fsdp_auto_wrap_policy, which is its name in torch 1.11")
-    if of_torch_1_11 is not None:
-        policy = of_torch_1_11
-    if policy is None:
-        return [module]
-    if _takes(policy, "unwrapped_params"):
-        return lambda module, recurse, nonwrapped_numel: policy(
-            module=module, recurse=recurse, unwrapped_params=nonwrapped_numel
-        )
-    return policy
-
-
-def _takes(function: Any, name: str) -> bool:
-    """Whether `function` is one that says that it takes an argument of this name."""
-    with suppress(TypeError, ValueError):
-        return callable(function) and name in inspect.signature(function).parameters
-    return False
 
 
 def _ignored(modules: object, states: object) -> list[nn.Module | nn.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from ..checks import check_bool, check_dtype, listed
 from ..errors import ConfigError
 from ..layout.precision import remove_input_casts
+from ..module.sharding import sharding_of
 
 
 def mp_policy_of(mixed: MixedPrecision, module: nn.Module) -> Any:
@@ -21,8 +23,6 @@ def mp_policy_of(mixed: MixedPrecision, module: nn.Module) -> Any:
     """
     if not isinstance(mixed, MixedPrecision):
         raise ConfigError(f"mixed_precision is a MixedPrecision of torch.distributed.fsdp, not {mixed!r}")
-    if mixed.keep_low_precision_grads:
-        raise ConfigError("keep_low_precision_grads is not supported: gradients have the dtype of their parameters")
     _check_mixed(mixed)
     casts = mixed.cast_forward_inputs or mixed.cast_root_forward_inputs
     policy = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=casts)
@@ -39,7 +39,7 @@ def mp_policy_of(mixed: MixedPrecision, module: nn.Module) -> Any:
 def _check_mixed(mixed: MixedPrecision) -> None:
     for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         check_dtype(f"mixed_precision: {field}", getattr(mixed, field))
-    for field in ("cast_forward_inputs", "cast_root_forward_inputs"):
+    for field in ("cast_forward_inputs", "cast_root_forward_inputs", "keep_low_precision_grads"):
         check_bool(f"mixed_precision: {field}", getattr(mixed, field))
     for kind in listed("mixed_precision: _module_classes_to_ignore", mixed._module_classes_to_ignore, "classes"):
         if not isinstance(kind, type):
@@ -55,6 +55,20 @@ def cast_buffers(module: nn.Module, mixed: MixedPrecision, ignored: Iterable[nn.
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 owner._buffers[name] = buffer.to(mixed.buffer_dtype)
+
+
+def keep_low_precision_gradients(module: nn.Module, mixed: MixedPrecision) -> None:
+    """Parameters of `module`, which was just sharded, get gradients of the dtype that they are reduced in."""
+    sharding = sharding_of(module)
+    for shard in sharding.owns[0].shards:
+        layout = shard.layout
+        shard.change_layout(dataclasses.replace(layout, gradient_dtype=layout.reduce_dtype or layout.param_dtype))
+    if sharding.mesh is not None:
+        return
+    for owner in module.modules():
+        for name, read in vars(owner).get("_fsdp_reads", {}).items():
+            if read.dtype is not None and read.dtype == mixed.param_dtype:
+                owner._parameters[name].grad_dtype = mixed.reduce_dtype or mixed.param_dtype  # type: ignore[union-attr]
 
 
 def cast_as_parts(modules: Iterable[nn.Module]) -> None:

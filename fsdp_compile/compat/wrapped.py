@@ -6,8 +6,9 @@ A model that is sharded takes over the modules in it that were sharded before; a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -30,8 +31,30 @@ def mark(modules: Collection[nn.Module], attributes: dict[str, Any]) -> None:
         vars(module).update({name: value for name, value in attributes.items() if not hasattr(module, name)})
 
 
+def was_wrapped(module: nn.Module) -> bool:
+    """Whether `FullyShardedDataParallel` itself has sharded the module, and no larger one has taken it over."""
+    return _MARK in vars(module) and is_sharded(module)
+
+
 def is_wrapped(module: object) -> bool:
     return isinstance(module, nn.Module) and (_MARK in vars(module) or is_sharded(module))
+
+
+def check_same(module: nn.Module, attributes: Mapping[str, Any], *, is_plain: bool) -> None:
+    """Raise ConfigError if a module that was wrapped is to be wrapped again in another way.
+
+    Args:
+        is_plain: whether nothing was given that decides about parameters besides, as a policy or a process group does.
+    """
+    differing = [name for name, value in attributes.items() if vars(module).get(name, value) != value]
+    if sharding_of(module).mesh is None and "sharding_strategy" in differing:
+        differing.remove("sharding_strategy")  # a single rank has NO_SHARD, whatever is asked for
+    if differing or not is_plain:
+        what = f"another {differing[0]}" if differing else "options that decide about parameters"
+        raise ConfigError(
+            f"the {type(module).__name__} is wrapped already, so that all of its parameters are sharded, and {what} "
+            "would change nothing: wrap it again with the same options, or wrap a new one"
+        )
 
 
 class WrappedType(type):
@@ -121,16 +144,21 @@ def _check_is_root(self: nn.Module) -> bool:
 
 
 def _clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
-    """As `ShardedMethods.clip_grad_norm_`, with a warning where there is nothing to scale."""
+    """As `ShardedMethods.clip_grad_norm_`; the norm has the dtype of the gradients, the widest of several.
+
+    Where there is nothing to scale, there is a warning.
+    """
     _refuse_inner(self, "clip_grad_norm_")
-    if all(parameter.grad is None for parameter in self.parameters()):
+    dtypes = {parameter.grad.dtype for parameter in self.parameters() if parameter.grad is not None}
+    if not dtypes:
         rank = dist.get_rank() if dist.is_initialized() else 0
         warnings.warn(
             f"clip_grad_norm_ was called on rank {rank} with no gradients -- returning the total norm in the default "
             "dtype torch.float32",
             stacklevel=2,
         )
-    return ShardedMethods.clip_grad_norm_(self, max_norm, norm_type, **options)  # type: ignore[arg-type]
+    norm = ShardedMethods.clip_grad_norm_(self, max_norm, norm_type, **options)  # type: ignore[arg-type]
+    return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm
 
 
 def _no_sync(self: nn.Module) -> AbstractContextManager[None]:

@@ -70,6 +70,7 @@ class Layout:
         replicas: the axis over which gradients are reduced besides; all ranks, for parameters kept whole.
         param_dtype, reduce_dtype: that gathers and reductions cast to; None leaves what they get.
         compute_device: the device of the forward, if that is not the shard's.
+        gradient_dtype: of the parameters' gradients, if that is not the parameters'.
     """
 
     bucket: str
@@ -84,6 +85,7 @@ class Layout:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     compute_device: torch.device | None = None
+    gradient_dtype: torch.dtype | None = None
 
     @property
     def groups(self) -> list[str]:

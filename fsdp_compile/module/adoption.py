@@ -51,14 +51,23 @@ def adopted_parameters(model: nn.Module, parts: Mapping[str, nn.Module]) -> set[
 
 def common_mesh(parts: Mapping[str, nn.Module]) -> DeviceMesh | None:
     """The mesh of the parts."""
-    return next((sharding_of(part).mesh for part in parts.values()), None)
+    meshes = (sharding_of(part).mesh for part in parts.values())
+    return next((mesh for mesh in meshes if mesh is not None), None)
 
 
 def check_mesh(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None) -> None:
-    """Raise ConfigError for a part that is sharded over other ranks than the model will be."""
+    """Raise ConfigError for a part that is sharded over other ranks than the model will be.
+
+    A part may be each rank's own, as experts are, if that was said when it was sharded.
+    """
     for name, part in parts.items():
-        found = sharding_of(part).mesh
-        if _ranks(found) != _ranks(mesh):
+        sharding, found = sharding_of(part), sharding_of(part).mesh
+        if sharding.is_alone and mesh is not None and mesh.ndim > 1:
+            raise ConfigError(
+                f"{name} is every rank's own, and the model would be on a mesh of {mesh.ndim} dimensions: that goes "
+                "with a mesh of one dimension only"
+            )
+        if _ranks(found) != _ranks(mesh) and not sharding.is_alone:
             raise ConfigError(
                 f"{name} is sharded over the ranks {_ranks(found)}, and the model would be over {_ranks(mesh)}: "
                 "give them one mesh"

@@ -26,6 +26,7 @@ class Decision:
         parameters: those to shard, by name.
         schedule: that of the options, and the hardware at hand if that is to be planned for.
         mesh: of the ranks, once it is known; None for a single one.
+        is_alone: whether the user has named a mesh, or a process group, of this rank alone.
         dim_of_parameter: on which dimension each parameter is sharded, by name; without one on the first.
     """
 
@@ -35,6 +36,7 @@ class Decision:
     precision: Precision
     schedule: ScheduleConfig
     mesh: DeviceMesh | None = None
+    is_alone: bool = False
     dim_of_parameter: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def with_shards(self, num_shards: int) -> dict[str, Reshard]:

@@ -67,7 +67,7 @@ class Full:
             _local(self.parameter.grad).copy_(self._part(gradient))
         else:
             local = _local(self.parameter)
-            part = torch.empty_like(local).copy_(self._part(gradient))
+            part = torch.empty_like(local, dtype=self.parameter.grad_dtype).copy_(self._part(gradient))
             self.parameter.grad = laid_out_as(self.parameter, part)
 
     def _part(self, full: torch.Tensor) -> torch.Tensor:
@@ -210,6 +210,7 @@ def _parameter(
     device = torch.device("cpu") if options.offload_to_cpu else value.device
     full = nn.Parameter(torch.empty_like(value, device=device).copy_(value), like.requires_grad)
     if gradient is not None:
+        full.grad_dtype = gradient.dtype
         full.grad = torch.empty_like(gradient, device=device).copy_(gradient)
     return full
 

@@ -33,6 +33,7 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
         mesh=decision.mesh,
         units=[unit.name for unit in decision.units],
         schedule=decision.schedule,
+        is_alone=decision.is_alone,
         checks_gradients=decision.options.check_gradients,
     )
     if decision.mesh is None:

@@ -51,6 +51,7 @@ class Sharding(Shards):
     """What a sharded model knows besides: its schedule options, the graphs compiled so far.
 
     Attributes:
+        is_alone: whether it was to be on one rank among several: its parameters are that rank's own.
         together: the modules that were sharded as one unit, by a list; empty for a model.
         parts: for every number of ranks that a unit is resharded over after the forward, this rank's place among them.
         keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
@@ -69,6 +70,7 @@ class Sharding(Shards):
 
     units: list[str]
     schedule: ScheduleConfig
+    is_alone: bool = False
     together: tuple[nn.Module, ...] = ()
     parts: dict[int, metadata.Part] = dataclasses.field(default_factory=dict)
     running: Running = dataclasses.field(default_factory=Running)
@@ -258,9 +260,9 @@ class Membership:
 
 
 def note_sharding(model: nn.Module, sharding: Sharding) -> None:
-    """Tell the tensors that graphs take which sharding they belong to: shards, or the parameters of a single rank."""
+    """Tell the tensors that graphs take which sharding they belong to: shards, and parameters of a single rank."""
     for shard in sharding.shards:
         shard.sharding = sharding
-    if sharding.mesh is None:
-        for parameter in model.parameters():
-            parameter.fsdp_sharding = Membership(sharding)  # type: ignore[attr-defined]
+    own = [parameter for _, parameter in sharding.whole.values()]
+    for parameter in own if sharding.mesh is not None else model.parameters():
+        parameter.fsdp_sharding = Membership(sharding)  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +20,7 @@ _WIDE = torch.float64  # what powers of norms are added in: squares of float32 o
 def clip_gradients(
     parameters: Iterable[torch.Tensor],
     mesh: DeviceMesh | None,
+    own: Collection[torch.Tensor] = (),
     *,
     max_norm: float,
     norm_type: float = 2.0,
@@ -31,6 +32,7 @@ def clip_gradients(
         parameters: all parameters of a model, also those without a gradient: whether any of them is sharded decides
             whether ranks communicate, and has to be the same on all of them.
         mesh: what the parameters are sharded over: along its last axis. None for a single rank.
+        own: which of the parameters are others on every rank, and not sharded.
 
     Returns:
         A 0-d tensor on the mesh's device, the same on every rank that holds a part of the same copy of the model;
@@ -43,7 +45,7 @@ def clip_gradients(
     parameters, max_norm, norm_type = list(parameters), float(max_norm), float(norm_type)
     if not norm_type > 0:
         raise ConfigError(f"norm_type is a positive number or inf, not {norm_type}")
-    norm = _total_norm(parameters, mesh, norm_type)
+    norm = _total_norm(parameters, mesh, set(own), norm_type)
     has_double = any(parameter.dtype == torch.float64 for parameter in parameters)
     norm = norm.to(torch.float64 if has_double else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
@@ -64,13 +66,15 @@ def _device(parameters: list[torch.Tensor], mesh: DeviceMesh | None) -> torch.de
     return parameters[0].device if parameters else torch.device("cpu")
 
 
-def _total_norm(parameters: list[torch.Tensor], mesh: DeviceMesh | None, norm_type: float) -> torch.Tensor:
+def _total_norm(
+    parameters: list[torch.Tensor], mesh: DeviceMesh | None, own: set[torch.Tensor], norm_type: float
+) -> torch.Tensor:
     """The norm of all gradients. What every rank holds whole is added by the first, if the ranks add up."""
     device = _device(parameters, mesh)
-    if mesh is None or not any(_is_sharded(parameter) for parameter in parameters):
+    if mesh is None or not (own or any(_is_sharded(parameter) for parameter in parameters)):
         return _norm_on_this_rank(parameters, norm_type, device)
     is_first = mesh.get_local_rank(mesh.ndim - 1) == 0
-    counted = [parameter for parameter in parameters if is_first or _is_sharded(parameter)]
+    counted = [parameter for parameter in parameters if is_first or parameter in own or _is_sharded(parameter)]
     return _norm_of_norms(_norm_on_this_rank(counted, norm_type, device), norm_type, mesh)
 
 

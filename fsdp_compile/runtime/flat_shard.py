@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..layout.buckets import Layout, Slot
 from .accumulation import Accumulation
 from .agreement import Agreement, agreement_of
+from .assigned_data import keep_assigned_data
 from .optimizers import install_hooks
 from .reads import Read
 from .views import local_tensor, local_views, part_of_rank, shard_placements, sharded_tensor
@@ -117,6 +118,7 @@ class FlatShard:
     ) -> FlatShard:
         """The shard with the values in `flat`, and new parameters."""
         install_hooks()
+        keep_assigned_data()
         parameters = []
         for slot, local in zip(layout.slots, local_views(flat, layout, mesh), strict=True):
             sharded = sharded_tensor(local, mesh, shard_placements(mesh, layout, slot), slot.shape)
@@ -160,6 +162,10 @@ class FlatShard:
 
     def give(self, flat: torch.Tensor, received: set[int], kept: set[int]) -> None:
         """Views of `flat` to the parameters at these offsets: what a step has kept, to parameters frozen since, too."""
+        if (dtype := self.layout.gradient_dtype) is not None:
+            flat = flat.to(dtype)
+            for parameter in self.parameters:
+                parameter.grad_dtype = dtype
         views = local_views(flat, self.layout, self.mesh)
         for slot, view, parameter in zip(self.layout.slots, views, self.parameters, strict=True):
             if slot.offset in kept or (slot.offset in received and parameter.requires_grad):

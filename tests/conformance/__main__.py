@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--again", choices=["all", "failed", "none"], default="none", help="of tests with a result")
     parser.add_argument("--world", type=int, choices=[2, 4], default=2, help="the number of ranks (2)")
     parser.add_argument("--backend", default="aot_eager", help="what compat compiles with (aot_eager)")
-    parser.add_argument("--limit", type=int, default=200, help="seconds that a test may take (200)")
+    parser.add_argument("--limit", type=int, default=600, help="seconds that a test may take (600)")
     parser.add_argument("--results", type=Path, default=Path("conformance-results"), help="a folder, made if absent")
     return parser.parse_args()
 

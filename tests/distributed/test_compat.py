@@ -303,7 +303,7 @@ def test_ignored_modules_and_states(world_size):
     ("options", "words"),
     [
         ({"limit_all_gathers": 0}, "limit_all_gathers is a bool"),
-        ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads"),
+        ({"mixed_precision": MixedPrecision(keep_low_precision_grads=2)}, "keep_low_precision_grads is a bool"),
         ({"ignored_states": [3]}, "ignored_states holds modules or parameters, not 3"),
     ],
     ids=str,

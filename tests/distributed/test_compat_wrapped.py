@@ -22,16 +22,18 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, RankError
 from fsdp_compile.compat import FullyShardedDataParallel as FSDP
+from fsdp_compile.compat import fully_shard
 from tests.distributed.training import (
     STEPS,
     adamw,
     assert_close,
     assert_same_parameters,
+    assert_trains_as,
     batch_of_rank,
     full,
     global_batch,
@@ -300,3 +302,62 @@ def full_state_of_some():
 
 def test_a_full_state_that_ranks_have_not_in_common_is_refused_on_all():
     run_until_parted(2, full_state_of_some)
+
+
+@on_ranks(1, 2)
+def test_gradients_stay_in_the_precision_of_their_reduction(world_size):
+    policy = {"param_dtype": torch.float16, "reduce_dtype": torch.bfloat16}
+    expected = nested(mixed_precision=MixedPrecision(**policy))
+    model = nested(mixed_precision=MixedPrecision(**policy, keep_low_precision_grads=True))
+    for each in (expected, model):
+        for _ in range(2):
+            each(*batch_of_rank(each, 0)).backward()
+    for (name, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert parameter.dtype == torch.float32 and parameter.grad.dtype == torch.bfloat16, name
+        torch.testing.assert_close(full(parameter.grad).float(), full(wanted.grad), rtol=0.02, atol=1e-5)
+    with model.summon_full_params(with_grads=True):
+        pass
+    assert model.clip_grad_norm_(1e-3).dtype == torch.bfloat16
+    assert expected.clip_grad_norm_(1e-3).dtype == torch.float32
+
+
+@on_ranks(2)
+def test_a_policy_gives_options_to_single_modules(world_size):
+    expected, model = build("gpt"), build("gpt")
+    first, second, *_ = model.blocks
+    options = {first: {"sharding_strategy": ShardingStrategy.NO_SHARD}, second: {"forward_prefetch": True}}
+    wrapped(model, auto_wrap_policy=CustomPolicy(lambda module: options.get(module, module in set(model.blocks))))
+    assert [module.sharding_strategy for module in (model, first, second)] == [
+        ShardingStrategy.FULL_SHARD,
+        ShardingStrategy.NO_SHARD,
+        ShardingStrategy.FULL_SHARD,
+    ]
+    assert (second.forward_prefetch, model.forward_prefetch) == (True, False)
+    assert all(parameter.placements[0].is_replicate() for parameter in first.parameters())
+    assert all(parameter.placements[0].is_shard() for parameter in second.parameters())
+    assert_trains_as(model, expected)
+
+
+@on_ranks(2)
+def test_a_policy_that_gives_a_module_an_option_of_another_name_changes_nothing(world_size):
+    model = build("gpt")
+    before = list(model.parameters())
+    with pytest.raises(ConfigError, match="auto_wrap_policy returned 'strategy' for a Block"):
+        wrapped(
+            model, auto_wrap_policy=CustomPolicy(lambda module: {"strategy": 1} if module in model.blocks else False)
+        )
+    assert all(parameter is old for parameter, old in zip(model.parameters(), before, strict=True))
+
+
+@on_ranks(1, 2)
+def test_what_is_wrapped_is_wrapped_again_in_the_same_way_only(world_size):
+    model = by_policy()
+    loss = model(*batch_of_rank(model, 0))
+    assert wrapped(model) is model and torch.equal(model(*batch_of_rank(model, 0)), loss)
+    with pytest.raises(ConfigError, match="wrapped already, .* another mixed_precision"):
+        wrapped(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match="wrapped already, .* options that decide about parameters"):
+        wrapped(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    by_another = fully_shard(build("odd_mlp"), backend="aot_eager")
+    with pytest.raises(ConfigError, match="the model is sharded already"):
+        wrapped(by_another)

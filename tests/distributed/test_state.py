@@ -25,6 +25,7 @@ from tests.distributed.training import (
     assert_same_gradients,
     assert_same_parameters,
     assert_trains_as,
+    backward_of_both,
     batch_of_rank,
     both_front_ends,
     compiled,
@@ -33,6 +34,8 @@ from tests.distributed.training import (
     hybrid_mesh,
     load_checkpoint,
     save_checkpoint,
+    sgd,
+    take_step,
     train,
     train_unsharded,
 )
@@ -278,3 +281,37 @@ def test_a_single_rank_refuses_a_state_dict_of_one_of_several(tmp_path):
     state = torch.load(tmp_path / "state.pt")
     with pytest.raises(ConfigError, match=r"rows of rank 0 \(part 1 of 2\), .* on rank 0 \(the whole tensor\): a file"):
         shard(build("odd_mlp")).load_state_dict(state)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_what_is_assigned_to_data_is_what_trains(world_size, front_end):
+    expected, model = build("odd_mlp"), front_end(build("odd_mlp"))
+    donor = shard(build("odd_mlp", seed=1))
+    for step in STEPS:
+        backward_of_both(model, expected, step)
+        for parameter, other, of_expected in zip(
+            model.parameters(), donor.parameters(), expected.parameters(), strict=True
+        ):
+            of_expected.grad.data = of_expected.grad * 2
+            parameter.grad.data = parameter.grad * 2
+            if step == 1:
+                of_expected.data = other.full_tensor().clone()
+                parameter.data = other.clone()
+                assert torch.equal(parameter.data.full_tensor(), other.full_tensor())
+        for each in (model, expected):
+            optimizer = sgd(each.parameters())
+            take_step([optimizer])
+    assert_same_parameters(model, expected)
+
+
+@on_ranks(2)
+def test_what_cannot_be_a_parameters_data_is_refused(world_size):
+    model = shard(build("odd_mlp"))
+    parameter = next(model.parameters())
+    before = parameter.full_tensor().clone()
+    with pytest.raises(TypeError, match=r"a plain tensor was assigned to the \.data of a DTensor of shape"):
+        parameter.data = torch.zeros(parameter.shape)
+    with pytest.raises(TypeError, match="redistribute it first"):
+        parameter.data = distribute_tensor(torch.zeros(parameter.shape), parameter.device_mesh, [Replicate()])
+    assert torch.equal(parameter.full_tensor(), before)
