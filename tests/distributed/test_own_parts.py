@@ -1,5 +1,8 @@
 """Parts of a model that are every rank's own, as experts are: they were sharded on a group of that rank alone."""
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,3 +110,16 @@ def test_own_parts_go_with_a_mesh_of_one_dimension(world_size):
     FSDP(model.expert, of_this_rank(), backend="aot_eager")
     with pytest.raises(ConfigError, match="expert is every rank's own"):
         fsdp_compile(model, hybrid_mesh(), backend="aot_eager")
+
+
+@on_ranks(2)
+def test_a_copy_and_one_from_a_file_have_every_ranks_own_part(world_size):
+    model = by_fsdp1(Experts(), "aot_eager")
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+    wanted = train(model, lambda: None, lambda: model.clip_grad_norm_(0.01))
+    for each in copies:
+        assert_close(train(each, lambda: None, lambda each=each: each.clip_grad_norm_(0.01)), wanted)
+        assert_close(dict(each.expert.named_parameters()), dict(model.expert.named_parameters()))
