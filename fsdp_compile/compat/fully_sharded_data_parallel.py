@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import DTensor
 
 from ..api import fsdp_compile
 from ..checks import check_bool, listed
@@ -196,12 +197,16 @@ def _strategy_in_effect(given: ShardingStrategy, sharded: nn.Module) -> Sharding
 
 @contextmanager
 def _moved(module: nn.Module, device_id: Any) -> Iterator[None]:
-    """Inside, what has values of the module is on the device; it is moved back if there is an error."""
+    """Inside, what has values of the module is on the device; it is moved back if there is an error.
+
+    What is sharded already is where its options want it.
+    """
     if device_id is None:
         yield
         return
     device = _device(device_id)
-    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+    held = (*module.parameters(), *module.buffers())
+    tensors = [tensor for tensor in held if not tensor.is_meta and not isinstance(tensor, DTensor)]
     before = [tensor.device for tensor in tensors]
     try:
         for tensor in tensors:
