@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -17,12 +18,17 @@ from .wrappers import refuse_registration
 
 @dataclasses.dataclass
 class Registrations:
-    """How many parameters and modules were registered since `registrations` was first called."""
+    """How many parameters and modules were registered since `registrations` was first called.
+
+    What a traced forward registers, as the slice of a container does, is of no model: counted, it would be guarded on,
+    and the forward compiled again whenever anything is registered.
+    """
 
     count: int = 0
 
     def note(self, module: nn.Module, name: str, registered: Any) -> None:
-        self.count += 1
+        if not torch.compiler.is_compiling():
+            self.count += 1
 
 
 @functools.cache

@@ -139,3 +139,31 @@ def test_a_graph_break_warns_once_and_is_counted(world_size):
     assert_one_line(warned_while(train), "the graph of Printing breaks: ", "to look at it")
     assert warned_while(train) == []
     assert "1 x graph break: " in str(model.explain("h100"))
+
+
+class Sliced(nn.Module):
+    """Walks a slice of its layers, as Llama does: a container that is made, and registers them, in every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = layer(x).relu()
+        return x
+
+
+@on_ranks(2)
+def test_modules_that_a_forward_makes_are_no_reason_to_compile_again(world_size):
+    model, x = fsdp_compile(Sliced(), backend="aot_eager"), torch.ones(2, 4)
+    for _ in range(4):
+        with model.no_sync():
+            model(x).sum().backward()
+        model(x).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+        nn.ModuleList([nn.Linear(2, 2)])  # registers something elsewhere
+    assert len(model.graphs) == 3  # kept, reduced with what was kept, without gradients
