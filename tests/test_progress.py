@@ -164,9 +164,8 @@ def test_the_first_step_is_told_and_ctrl_c_ends_a_later_one_in_one_line(tmp_path
     (tmp_path / "train.py").write_text(STEPS)
     command = [sys.executable, tmp_path / "train.py"]
     pipe = subprocess.PIPE
-    heard = functools.partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # a shell's jobs in the background ignore it
+    # A shell's jobs in the background ignore the signal, and what they start does, too.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), preexec_fn=heard) as run:
         assert run.stdout.readline() == "first step\n"
         run.send_signal(signal.SIGINT)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from ..checks import check_bool, check_dtype, listed
 from ..errors import ConfigError
 from ..layout.precision import remove_input_casts
+from ..module.reading import local_reads
 from ..module.sharding import sharding_of
 
 
@@ -63,12 +64,9 @@ def keep_low_precision_gradients(module: nn.Module, mixed: MixedPrecision) -> No
     for shard in sharding.owns[0].shards:
         layout = shard.layout
         shard.change_layout(dataclasses.replace(layout, gradient_dtype=layout.reduce_dtype or layout.param_dtype))
-    if sharding.mesh is not None:
-        return
-    for owner in module.modules():
-        for name, read in vars(owner).get("_fsdp_reads", {}).items():
-            if read.dtype is not None and read.dtype == mixed.param_dtype:
-                owner._parameters[name].grad_dtype = mixed.reduce_dtype or mixed.param_dtype  # type: ignore[union-attr]
+    for parameter, read in local_reads(module):
+        if parameter is not None and read.dtype is not None and read.dtype == mixed.param_dtype:
+            parameter.grad_dtype = mixed.reduce_dtype or mixed.param_dtype
 
 
 def cast_as_parts(modules: Iterable[nn.Module]) -> None:

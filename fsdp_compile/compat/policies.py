@@ -11,8 +11,8 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from ..checks import check_call
 from ..errors import ConfigError
+from ..layout.policies import run_policy_with_arguments
 
 OPTIONS = (
     "process_group",
@@ -60,7 +60,7 @@ def wrapping_by(policy: Any, of_torch_1_11: Any, module: nn.Module, left_alone: 
         policy = of_torch_1_11
     if policy is None:
         return Wrapping([module])
-    if isinstance(policy, CustomPolicy) and callable(policy._lambda_fn):
+    if isinstance(policy, CustomPolicy):
         return _with_options(policy, module, left_alone)
     if _takes(policy, "unwrapped_params"):
         return Wrapping(
@@ -72,22 +72,16 @@ def wrapping_by(policy: Any, of_torch_1_11: Any, module: nn.Module, left_alone: 
 
 
 def _with_options(policy: CustomPolicy, module: nn.Module, left_alone: Collection[Any]) -> Wrapping:
-    check_call("auto_wrap_policy", policy._lambda_fn, "module")
     skipped = {inner for item in left_alone if isinstance(item, nn.Module) for inner in item.modules()}
-    answers = {part: policy._lambda_fn(part) for part in module.modules() if part is not module and part not in skipped}
-    options_of_module = {part: answer for part, answer in answers.items() if isinstance(answer, dict) and answer}
-    for part, options in options_of_module.items():
+    found = run_policy_with_arguments(policy, module, skipped)
+    found.pop(module, None)  # has the options of the call
+    for part, options in found.items():
         if unknown := [name for name in options if name not in OPTIONS]:
             raise ConfigError(
                 f"auto_wrap_policy returned {unknown[0]!r} for a {type(part).__name__}: the options of a single module "
                 f"are {', '.join(OPTIONS)}"
             )
-
-    def is_unit(part: nn.Module) -> Any:
-        answer = answers.get(part, False)
-        return bool(answer) if isinstance(answer, dict) else answer
-
-    return Wrapping(CustomPolicy(is_unit), dict(reversed(options_of_module.items())))
+    return Wrapping(list(found), {part: options for part, options in reversed(found.items()) if options})
 
 
 def _takes(function: Any, name: str) -> bool:

@@ -61,16 +61,16 @@ def check_mesh(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None) -> None:
     A part may be each rank's own, as experts are, if that was said when it was sharded.
     """
     for name, part in parts.items():
-        sharding, found = sharding_of(part), sharding_of(part).mesh
+        sharding = sharding_of(part)
         if sharding.is_alone and mesh is not None and mesh.ndim > 1:
             raise ConfigError(
                 f"{name} is every rank's own, and the model would be on a mesh of {mesh.ndim} dimensions: that goes "
                 "with a mesh of one dimension only"
             )
-        if _ranks(found) != _ranks(mesh) and not sharding.is_alone:
+        if _ranks(sharding.mesh) != _ranks(mesh) and not sharding.is_alone:
             raise ConfigError(
-                f"{name} is sharded over the ranks {_ranks(found)}, and the model would be over {_ranks(mesh)}: "
-                "give them one mesh"
+                f"{name} is sharded over the ranks {_ranks(sharding.mesh)}, and the model would be over "
+                f"{_ranks(mesh)}: give them one mesh"
             )
 
 

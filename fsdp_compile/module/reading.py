@@ -125,6 +125,16 @@ def install_reads(
             vars(module)["_flat_weights"] = []  # hidden by the property of its new class
 
 
+def local_reads(model: nn.Module) -> list[tuple[nn.Parameter | None, LocalRead]]:
+    """What a single rank reads in another dtype, or on another device, with how it does."""
+    return [
+        (module._parameters[name], read)
+        for module in model.modules()
+        for name, read in vars(module).get("_fsdp_reads", {}).items()
+        if isinstance(read, LocalRead)
+    ]
+
+
 def is_reading(module: nn.Module) -> bool:
     """Whether there are parameters at or below `module` that it reads in another form than it holds them."""
     return "_fsdp_running" in vars(module)

@@ -22,9 +22,9 @@ from ..errors import ConfigError
 from ..layout.buckets import NO_AXIS, Axis, Layout
 from ..runtime.flat_shard import FlatShard
 from ..runtime.groups import axes_of, mesh_over, part_of
-from ..runtime.reads import LocalRead, Read
+from ..runtime.reads import Read
 from .own_units import OwnUnits
-from .reading import install_reads, original_class
+from .reading import install_reads, local_reads, original_class
 from .replacement import owners_of_parameters
 from .sharding import Sharding, note_sharding, sharding_of
 
@@ -147,7 +147,7 @@ def save(model: nn.Module, protocol: int) -> tuple[Saved, list[torch.Tensor], li
     state = {field.name: getattr(sharding, field.name) for field in dataclasses.fields(sharding)}
     state = {name: value for name, value in state.items() if name not in _MADE_ANEW}
     owns = [_saved_own(own, sharding) for own in sharding.owns]
-    pickler.dump((model, state, _local_reads(model), owns, *_taken_out(model)))
+    pickler.dump((model, state, local_reads(model), owns, *_taken_out(model)))
     shards = [SavedShard.of(shard) for shard in sharding.shards]
     saved = Saved(MeshPosition.of(sharding.mesh), list(sharding.parts), shards, buffer.getvalue())
     return saved, [shard.data.detach() for shard in sharding.shards], pickler.tensors
@@ -158,15 +158,6 @@ def _saved_own(own: OwnUnits, sharding: Sharding) -> tuple[Any, ...]:
     shards = [sharding.shards.index(shard) for shard in own.shards]
     divided = [parameter for parameter, divisor in sharding.divisors.items() if divisor in own.divisors]
     return own.modules, own.names, shards, divided, own.reduction, own.sums, own.reductions
-
-
-def _local_reads(model: nn.Module) -> list[tuple[nn.Parameter | None, LocalRead]]:
-    return [
-        (module._parameters[name], read)
-        for module in model.modules()
-        for name, read in vars(module).get("_fsdp_reads", {}).items()
-        if isinstance(read, LocalRead)
-    ]
 
 
 def load(saved: Saved, flats: list[torch.Tensor], tensors: list[torch.Tensor]) -> tuple[nn.Module, list[OwnUnits]]:

@@ -368,7 +368,7 @@ class ShardedMethods(nn.Module):
         return clip_gradients(
             self.parameters(),
             sharding.mesh,
-            [] if sharding.mesh is None else [parameter for _, parameter in sharding.whole.values()],
+            [parameter for _, parameter in sharding.whole.values()],
             max_norm=max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,

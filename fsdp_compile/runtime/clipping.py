@@ -32,7 +32,7 @@ def clip_gradients(
         parameters: all parameters of a model, also those without a gradient: whether any of them is sharded decides
             whether ranks communicate, and has to be the same on all of them.
         mesh: what the parameters are sharded over: along its last axis. None for a single rank.
-        own: which of the parameters are others on every rank, and not sharded.
+        own: which of the parameters are others on every rank, and not sharded. Of a single rank, all may be.
 
     Returns:
         A 0-d tensor on the mesh's device, the same on every rank that holds a part of the same copy of the model;

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from unittest import mock
 
 import pytest
 import torch
@@ -95,13 +96,25 @@ def test_every_rank_trains_its_own_expert_and_all_of_them_the_rest(world_size, m
 
 
 @on_ranks(2)
-def test_a_part_that_nobody_said_is_alone_is_refused(world_size):
+def test_an_own_part_keeps_its_precision(world_size):
     model = Experts()
     FSDP(model.expert, of_this_rank(), backend="aot_eager", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     with pytest.raises(ConfigError, match="process_group"):
         fsdp_compile(model, process_group=3)
     assert fsdp_compile(model, backend="aot_eager") is model
     assert model.expert(torch.ones(2, 5)).dtype == torch.bfloat16
+
+
+@on_ranks(2)
+def test_a_part_that_nobody_said_is_alone_is_refused(world_size):
+    """It was sharded before there were other ranks: nothing would reduce its gradients."""
+    model = Experts()
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        fsdp_compile(model.expert, backend="aot_eager")
+    with pytest.raises(
+        ConfigError, match=r"expert is sharded over the ranks None, and the model would be over \[0, 1\]"
+    ):
+        fsdp_compile(model, backend="aot_eager")
 
 
 @on_ranks(4)
