@@ -172,7 +172,8 @@ def test_the_first_step_is_told_and_ctrl_c_ends_a_later_one_in_one_line(tmp_path
         _, said = run.communicate(timeout=60)
     *told, last = said.splitlines()
     assert run.returncode == -signal.SIGINT
-    assert re.fullmatch(rf"fsdp_compile: interrupted at {tmp_path}/train.py:1[34]", last)
+    # Anywhere from the line that said "first step" on: the signal may come before that line has returned.
+    assert re.fullmatch(rf"fsdp_compile: interrupted at {tmp_path}/train.py:1[1-4]", last)
     assert told and all(line.startswith("fsdp_compile: Sequential: ") for line in told)
     assert any(line.endswith("s in all") and "tracing" in line for line in told)
 
