@@ -23,6 +23,7 @@ from .environment import initialise_from_environment, local_world_size
 from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
 from .layout.buckets import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
+from .layout.distribution import distribution_mesh
 from .layout.placements import find_dims
 from .layout.precision import find_precision, install_casts
 from .layout.units import Unit, find_units
@@ -30,8 +31,8 @@ from .module.adoption import adopt, adopted_parameters, check_mesh, check_not_ig
 from .module.decision import (
     Decision,
     check_dense,
+    check_distributed,
     check_modules,
-    check_not_sharded,
     compute_device,
     statement_of_decision,
 )
@@ -55,7 +56,7 @@ from .planning.strategies import (
 )
 from .progress import phase
 from .runtime.agreement import agreement_of
-from .runtime.groups import device_of, num_shards_of, resolve_mesh
+from .runtime.groups import device_of, mesh_beside, num_shards_of, resolve_mesh
 from .runtime.interruption import end_in_one_line
 from .runtime.meta import check_traced_on, off_meta, untouched
 from .runtime.wrappers import refuse_wrapped
@@ -182,7 +183,7 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
     options, device = decision.options, device_of(decision.parameters)
     is_given = mesh is not None or options.process_group is not None
     if not is_given:
-        mesh = common_mesh(parts)
+        mesh = common_mesh(parts) or mesh_beside(distribution_mesh(decision.parameters))
         initialise_from_environment(device)
     resolved = resolve_mesh(
         mesh,
@@ -196,6 +197,7 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
         check_dense(model, set(decision.parameters.values()))
     decision.with_shards(num_shards_of(resolved))  # raises for a number that does not divide the ranks
     check_mesh(parts, resolved)
+    check_distributed(decision.parameters, resolved)
     decision = dataclasses.replace(decision, mesh=resolved, is_alone=is_given and resolved is None)
     schedule = decision.schedule
     if schedule.memory_budget is not None and schedule.hardware is None:
@@ -393,7 +395,7 @@ def _check_model(model: object, ignored: Sequence[nn.Parameter]) -> dict[str, nn
     left_out = {*ignored, *adopted_parameters(model, parts)}
     parameters = {name: value for name, value in model.named_parameters() if value not in left_out}
     refuse_wrapped(model, set(parameters.values()))
-    check_not_sharded(parameters)
+    distribution_mesh(parameters)  # raises for parameters that are distributed as none can be
     check_parameters(parameters)
     check_modules(model, set(parameters.values()))
     return parameters

@@ -208,9 +208,11 @@ class FSDPCompileFabricStrategy(fabric.ModelParallelStrategy):
     ) -> torch.Tensor:
         """As of any strategy, and of parameters that are not sharded, too."""
         self.precision.unscale_gradients(optimizer)
+        sharding = sharding_of(module)
         return clip_gradients(
             self.precision.main_params(optimizer),
-            sharding_of(module).mesh,
+            sharding.mesh,
+            inner=sharding.inner,
             max_norm=max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,

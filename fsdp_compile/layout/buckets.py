@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..errors import ConfigError
 from ..passes import ops
+from .distribution import Distribution, local_part
 from .options import GradientReduction
 from .padding import room
 from .units import Unit
@@ -42,14 +43,20 @@ class Slot:
     """The place of one parameter in a shard, in elements.
 
     Attributes:
-        shape: of the full parameter.
+        shape: of the full parameter; of one that is distributed, of the part that a rank shards.
         dim: which of its dimensions the ranks share.
+        distribution: over other ranks, before it is sharded over these.
     """
 
     parameter: str
     offset: int
     shape: tuple[int, ...]
     dim: int = 0
+    distribution: Distribution | None = None
+
+    def distributed(self, full: torch.Tensor) -> torch.Tensor:
+        """The parameter, from all of what its ranks share."""
+        return full if self.distribution is None else self.distribution.around(full)
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -202,7 +209,8 @@ def _layout(bucket: str, key: _Key, parameters: list[tuple[str, nn.Parameter]], 
     numel = 0
     for name, parameter in parameters:
         dim = placement.dim_of_parameter.get(name, 0) if shards.size > 1 else 0  # what is whole has no parts
-        slots.append(Slot(name, numel, tuple(parameter.shape), dim))
+        shape = tuple(local_part(parameter).shape)
+        slots.append(Slot(name, numel, shape, dim, Distribution.of(parameter)))
         numel += room(slots[-1].rows, shards.size, dtypes)
     is_offloaded = placement.offload_from is not None
     return Layout(

@@ -111,6 +111,7 @@ def _take_over(inner: Sharding, parts: Mapping[str, nn.Module], sharding: Shardi
     """Make the shards of `inner`, which is that of all these parts, a part of `sharding`."""
     new_name = _renaming(inner, parts)
     _merge_schedules(inner, sharding, new_name)
+    sharding.inner = sharding.inner or inner.inner
     for shard in inner.shards:
         _rename(shard, new_name)
         shard.sharding = sharding

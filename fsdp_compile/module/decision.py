@@ -8,14 +8,16 @@ from collections.abc import Collection, Mapping
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
+from ..layout.distribution import distribution_mesh
 from ..layout.precision import Precision
 from ..layout.units import Unit
 from ..options import Options
 from ..planning.options import Reshard, ScheduleConfig
 from ..runtime.comparison import Line
-from ..runtime.groups import device_of
+from ..runtime.groups import device_of, mesh_of_both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +61,15 @@ def compute_device(device: torch.device, mesh: DeviceMesh | None) -> torch.devic
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
-def check_not_sharded(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ConfigError if one of the parameters is sharded already."""
-    for name, parameter in parameters.items():
-        if isinstance(parameter, torch.distributed.tensor.DTensor):
-            raise ConfigError(f"{name} is a DTensor already; FSDP shards plain parameters")
+def check_distributed(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh | None) -> None:
+    """Raise ConfigError if parameters that are distributed already cannot be sharded over the ranks of `mesh`, too."""
+    inner = distribution_mesh(parameters)
+    if inner is not None and mesh is not None:
+        name = next(name for name, parameter in parameters.items() if isinstance(parameter, DTensor))
+        try:
+            mesh_of_both(mesh, inner)
+        except ConfigError as e:
+            raise ConfigError(f"{name} is a DTensor already: {e}") from e
 
 
 def check_modules(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
@@ -127,5 +133,6 @@ def statement_of_decision(decision: Decision) -> list[Line]:
             parts += [] if policy is None else [str(policy)]
             dim = decision.dim_of_parameter.get(name, 0)
             parts += [f"sharded on dimension {dim}"] if dim else []
+            parts += [f"distributed as {parameter.placements}"] if isinstance(parameter, DTensor) else []
             lines.append(Line(f"parameter {name} of the unit {unit.name}: {', '.join(parts)}"))
     return lines

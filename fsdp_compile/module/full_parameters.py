@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..layout.buckets import Layout, Slot
+from ..layout.distribution import local_part
 from ..passes import ops
 from ..runtime.assembly import ASSEMBLE
 from ..runtime.collectives import gather_chunk, running_alone
@@ -57,7 +58,7 @@ class Full:
                 f"{self.name} has shape {tuple(self.full.shape)} at the end of summon_full_params, "
                 f"and had {tuple(self.parameter.shape)}: it was not written back"
             )
-        _local(self.parameter).copy_(self._part(self.full.detach()))
+        _local(self.parameter).copy_(self._part(self.full))
         if not with_grads:
             return
         gradient = self.full.grad
@@ -72,8 +73,8 @@ class Full:
 
     def _part(self, full: torch.Tensor) -> torch.Tensor:
         if self.shard is None or self.slot is None:
-            return full
-        return part_of_rank(full, self.slot.dim, self.shard.layout, self.shard.mesh)
+            return _local(full)
+        return part_of_rank(local_part(full), self.slot.dim, self.shard.layout, self.shard.mesh)
 
 
 @contextmanager
@@ -161,7 +162,7 @@ def _gather_bucket(shard: FlatShard, options: SummonOptions) -> list[Full]:
     fulls = []
     for index, (slot, parameter) in enumerate(zip(shard.layout.slots, shard.parameters, strict=True)):
         gradient = None if gradients is None or parameter.grad is None else gradients[index]
-        full = _parameter(values[index], gradient, parameter, options)
+        full = _parameter(values[index], gradient, parameter, options, slot)
         fulls.append(Full(slot.parameter, parameter, full, shard, slot))
     return fulls
 
@@ -204,14 +205,23 @@ def full_tensors(gathered: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def _parameter(
-    value: torch.Tensor, gradient: torch.Tensor | None, like: nn.Parameter, options: SummonOptions
+    value: torch.Tensor,
+    gradient: torch.Tensor | None,
+    like: nn.Parameter,
+    options: SummonOptions,
+    slot: Slot | None = None,
 ) -> nn.Parameter:
-    """A plain parameter with storage of its own, as small as the parameter."""
+    """A plain parameter with storage of its own, as small as the parameter; a DTensor for one that is distributed."""
     device = torch.device("cpu") if options.offload_to_cpu else value.device
-    full = nn.Parameter(torch.empty_like(value, device=device).copy_(value), like.requires_grad)
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty_like(tensor, device=device).copy_(tensor)
+        return copy if slot is None else slot.distributed(copy)
+
+    full = nn.Parameter(copied(value), like.requires_grad)
     if gradient is not None:
         full.grad_dtype = gradient.dtype
-        full.grad = torch.empty_like(gradient, device=device).copy_(gradient)
+        full.grad = copied(gradient)
     return full
 
 

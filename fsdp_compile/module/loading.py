@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from ..runtime.reads import Read
 from ..runtime.rows import as_laid_out
 from ..runtime.views import laid_out_as, part_of_rank
 
@@ -28,14 +29,16 @@ def shard_state(module: nn.Module, state: MutableMapping[str, Any], prefix: str)
                 continue
             value = as_laid_out(name, value, parameter)
             if isinstance(parameter, DTensor) and own_name in reads and not isinstance(value, DTensor):
-                value = _sharded(value, parameter, reads[own_name].shard)
+                value = _sharded(value, parameter, reads[own_name])
             state[name] = value
 
 
-def _sharded(full: torch.Tensor, parameter: DTensor, shard: Any) -> torch.Tensor:
+def _sharded(full: torch.Tensor, parameter: DTensor, read: Read) -> torch.Tensor:
     if full.shape != parameter.shape:
         return full  # load_state_dict says so
-    placement: Any = parameter.placements[-1]
-    dim = placement.dim if placement.is_shard() else 0
-    part = part_of_rank(full.detach(), dim, shard.layout, shard.mesh)
+    shard: Any = read.shard
+    placement: Any = parameter.placements[shard.mesh.ndim - 1]
+    dim = 0 if placement.is_replicate() else placement.dim
+    local = full.detach() if read.distribution is None else read.distribution.local(full)
+    part = part_of_rank(local, dim, shard.layout, shard.mesh)
     return laid_out_as(parameter, part.clone(memory_format=torch.contiguous_format))

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
 from ..layout.buckets import Layout, Placement, lay_out
+from ..layout.distribution import distribution_mesh, local_part
 from ..layout.options import OffloadConfig
 from ..layout.precision import install_casts
 from ..runtime.flat_shard import Divisor, FlatShard
@@ -31,6 +32,7 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
     """Shard the parameters of `model`, in place. Everything that can be refused has been refused before."""
     sharding = Sharding(
         mesh=decision.mesh,
+        inner=distribution_mesh(decision.parameters),
         units=[unit.name for unit in decision.units],
         schedule=decision.schedule,
         is_alone=decision.is_alone,
@@ -161,14 +163,15 @@ class _Values:
         """The values of the mesh's first rank, to all."""
         for tensor in tensors:
             if tensor is not None and not tensor.is_meta:
-                data = tensor.detach().to(
-                    self.decision.compute_device if self.decision.options.offload.is_on else tensor.device
+                held = local_part(tensor)
+                data = held.to(
+                    self.decision.compute_device if self.decision.options.offload.is_on else held.device
                 )
                 data = data.contiguous()
                 for dim in reversed(range(self.mesh.ndim)):  # along the first row, then from row to row
                     group = self.mesh.get_group(dim)
                     dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
-                tensor.detach().copy_(data)
+                held.copy_(data)
 
 
 def _materialise(module: nn.Module, param_init_fn: Callable[[nn.Module], Any]) -> None:

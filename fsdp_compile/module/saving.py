@@ -140,6 +140,11 @@ def save(model: nn.Module, protocol: int) -> tuple[Saved, list[torch.Tensor], li
     """What `load` takes: the model, the shards, all other tensors. Tensors apart, so that torch.save sees them."""
     sharding = sharding_of(model)
     sharding.refuse_if_summoned("pickling the model")
+    if sharding.inner is not None:
+        raise ConfigError(
+            f"a model with parameters that were distributed over {sharding.inner} cannot be pickled: save its "
+            "state_dict by torch.distributed.checkpoint"
+        )
     sharding.check()
     sharding.refuse_newcomers(model)  # loaded, they would pass for parameters that were left as they are
     buffer = io.BytesIO()

@@ -202,7 +202,8 @@ class ShardedModule(Reshards):
         sharding.refuse_if_summoned("copy.deepcopy of the model")
         sharding.reshard()
         self._refuse_if_together("copy")
-        memo |= {id(sharding.mesh): sharding.mesh, id(sharding.graphs): [], id(sharding.compilations): Compilations()}
+        memo |= {id(mesh): mesh for mesh in (sharding.mesh, sharding.inner)}
+        memo |= {id(sharding.graphs): [], id(sharding.compilations): Compilations()}
         memo |= {id(sharding.watched): set(), id(sharding.looked): weakref.WeakKeyDictionary()}
         memo |= {id(sharding.owns): [], id(sharding.schedules): [], id(sharding.post_optim_event): None}
         copies = [shard.copy_into(memo) for shard in sharding.shards]
@@ -369,6 +370,7 @@ class ShardedMethods(nn.Module):
             self.parameters(),
             sharding.mesh,
             [parameter for _, parameter in sharding.whole.values()],
+            sharding.inner,
             max_norm=max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,

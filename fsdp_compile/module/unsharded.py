@@ -53,10 +53,12 @@ def _start(shard: FlatShard) -> Callable[[], torch.Tensor]:
 @torch.no_grad()
 def _replaced(own: OwnUnits, shard: FlatShard, gathered: torch.Tensor) -> list[Replaced]:
     """Where the modules hold the parameters of a bucket, and what is to stand there: storage of its own for each."""
-    fulls = {
-        parameter: nn.Parameter(full.clone(memory_format=torch.contiguous_format), parameter.requires_grad)
-        for parameter, full in zip(shard.parameters, full_tensors(gathered, shard.layout), strict=True)
-    }
+    fulls = {}
+    for slot, parameter, full in zip(
+        shard.layout.slots, shard.parameters, full_tensors(gathered, shard.layout), strict=True
+    ):
+        copied = slot.distributed(full.clone(memory_format=torch.contiguous_format))
+        fulls[parameter] = nn.Parameter(copied, parameter.requires_grad)
     holders = [below for module in own.modules for below in module.modules()]
     holders += [module for module, _ in shard.owners]
     return [

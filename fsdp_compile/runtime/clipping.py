@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from .collectives import all_reduce_alone
+from .groups import axes_with_parts, ranks_along
 from .views import local_tensor
 
 _WIDE = torch.float64  # what powers of norms are added in: squares of float32 overflow float32
@@ -21,6 +23,7 @@ def clip_gradients(
     parameters: Iterable[torch.Tensor],
     mesh: DeviceMesh | None,
     own: Collection[torch.Tensor] = (),
+    inner: DeviceMesh | None = None,
     *,
     max_norm: float,
     norm_type: float = 2.0,
@@ -33,6 +36,7 @@ def clip_gradients(
             whether ranks communicate, and has to be the same on all of them.
         mesh: what the parameters are sharded over: along its last axis. None for a single rank.
         own: which of the parameters are others on every rank, and not sharded. Of a single rank, all may be.
+        inner: what parameters were distributed over before they were sharded.
 
     Returns:
         A 0-d tensor on the mesh's device, the same on every rank that holds a part of the same copy of the model;
@@ -45,7 +49,7 @@ def clip_gradients(
     parameters, max_norm, norm_type = list(parameters), float(max_norm), float(norm_type)
     if not norm_type > 0:
         raise ConfigError(f"norm_type is a positive number or inf, not {norm_type}")
-    norm = _total_norm(parameters, mesh, set(own), norm_type)
+    norm = _total_norm(parameters, mesh, set(own), inner, norm_type)
     has_double = any(parameter.dtype == torch.float64 for parameter in parameters)
     norm = norm.to(torch.float64 if has_double else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
@@ -67,19 +71,38 @@ def _device(parameters: list[torch.Tensor], mesh: DeviceMesh | None) -> torch.de
 
 
 def _total_norm(
-    parameters: list[torch.Tensor], mesh: DeviceMesh | None, own: set[torch.Tensor], norm_type: float
+    parameters: list[torch.Tensor],
+    mesh: DeviceMesh | None,
+    own: set[torch.Tensor],
+    inner: DeviceMesh | None,
+    norm_type: float,
 ) -> torch.Tensor:
-    """The norm of all gradients. What every rank holds whole is added by the first, if the ranks add up."""
-    device = _device(parameters, mesh)
-    if mesh is None or not (own or any(_is_sharded(parameter) for parameter in parameters)):
-        return _norm_on_this_rank(parameters, norm_type, device)
-    is_first = mesh.get_local_rank(mesh.ndim - 1) == 0
-    counted = [parameter for parameter in parameters if is_first or parameter in own or _is_sharded(parameter)]
-    return _norm_of_norms(_norm_on_this_rank(counted, norm_type, device), norm_type, mesh)
+    """The norm of all gradients. What several ranks hold whole is added by the first of them, if they add up."""
+    device = _device(parameters, mesh or inner)
+    counted = parameters
+    axes = []
+    for over, axis in axes_with_parts(mesh, inner):
+        is_of_rank = [_is_sharded(each, over, axis) or (over is mesh and each in own) for each in parameters]
+        if any(is_of_rank):
+            axes.append((over, axis))
+            adds = set(itertools.compress(parameters, is_of_rank))
+            is_first = over.get_local_rank(axis) == 0
+            counted = [each for each in counted if is_first or each in adds]
+    norm = _norm_on_this_rank(counted, norm_type, device)
+    for over, axis in axes:
+        norm = _norm_of_norms(norm, norm_type, over, axis)
+    return norm
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+def _is_sharded(parameter: torch.Tensor, mesh: DeviceMesh, axis: int) -> bool:
+    """Whether ranks along an axis of the mesh hold different parts of the parameter, which may be on more axes."""
+    if not isinstance(parameter, DTensor):
+        return False
+    held, ranks = parameter.device_mesh, ranks_along(mesh, axis)
+    return any(
+        not placement.is_replicate() and ranks_along(held, own_axis) == ranks
+        for own_axis, placement in enumerate(parameter.placements)
+    )
 
 
 def _norm_on_this_rank(parameters: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
@@ -92,15 +115,15 @@ def _norm_on_this_rank(parameters: list[torch.Tensor], norm_type: float, device:
     return norm
 
 
-def _norm_of_norms(norm: torch.Tensor, norm_type: float, mesh: DeviceMesh) -> torch.Tensor:
-    """The norm over all ranks of the mesh's last axis, from that of every rank: one all-reduce."""
+def _norm_of_norms(norm: torch.Tensor, norm_type: float, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """The norm over all ranks of an axis of the mesh, from that of every rank: one all-reduce."""
     what = "the norm of the gradients (clip_grad_norm_)"
     if not math.isinf(norm_type):
-        power: torch.Tensor = all_reduce_alone(what, norm**norm_type, "sum", mesh) ** (1 / norm_type)
+        power: torch.Tensor = all_reduce_alone(what, norm**norm_type, "sum", mesh, axis) ** (1 / norm_type)
         return power
     # A maximum may or may not keep a nan, so it travels as a flag.
     both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().to(_WIDE)])
-    largest, has_nan = all_reduce_alone(what, both, "max", mesh).unbind()
+    largest, has_nan = all_reduce_alone(what, both, "max", mesh, axis).unbind()
     return torch.where(has_nan > 0, math.nan, largest)
 
 

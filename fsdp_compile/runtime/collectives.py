@@ -29,9 +29,9 @@ def running_alone(what: str, agreement: Agreement | None, *groups: str, same: st
     return at(place) if agreement is None or not groups else agreement.running(place=place)
 
 
-def all_reduce_alone(what: str, tensor: torch.Tensor, operator: str, mesh: DeviceMesh) -> torch.Tensor:
-    """Over the last axis of a mesh."""
-    group = str(overlapping_group(mesh.get_group(mesh.ndim - 1), mesh.device_type).group_name)
+def all_reduce_alone(what: str, tensor: torch.Tensor, operator: str, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """Over an axis of a mesh."""
+    group = str(overlapping_group(mesh.get_group(axis), mesh.device_type).group_name)
     with running_alone(what, agreement_of(mesh), group):
         reduced: torch.Tensor = _c10d.wait_tensor(_c10d.all_reduce(tensor, operator, group))
     return reduced

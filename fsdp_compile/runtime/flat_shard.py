@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..layout.buckets import Layout, Slot
+from ..layout.distribution import local_part
 from .accumulation import Accumulation
 from .agreement import Agreement, agreement_of
 from .assigned_data import keep_assigned_data
 from .optimizers import install_hooks
 from .reads import Read
-from .views import local_tensor, local_views, part_of_rank, shard_placements, sharded_tensor
+from .views import local_tensor, local_views, part_of_rank, sharded_as
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,6 +41,7 @@ class Shards:
         checks_gradients: whether a backward raises NonFiniteError for gradients that are not finite.
         is_checking: whether they will be checked at the end of the running backward.
         num_backwards: how many backwards were checked.
+        inner: what parameters were distributed over before they were sharded.
         whole: with a single rank, unit and parameter by name.
         divisors: with a single rank, what the gradient of each parameter is divided by.
         watched: ids of those of them whose gradients are divided or checked, and the names of the hooks that do it.
@@ -51,6 +53,7 @@ class Shards:
     checks_gradients: bool = False
     is_checking: bool = False
     num_backwards: int = 0
+    inner: DeviceMesh | None = None
     whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
     divisors: dict[nn.Parameter, Divisor] = dataclasses.field(default_factory=dict)
     watched: set[tuple[int, str]] = dataclasses.field(default_factory=set)
@@ -105,11 +108,11 @@ class FlatShard:
         *,
         pin_memory: bool = False,
     ) -> FlatShard:
-        """Shard `originals`, one full tensor for each slot."""
+        """Shard `originals`, one full tensor for each slot: a DTensor for one that is distributed."""
         flat = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device, pin_memory=pin_memory)
         views = local_views(flat, layout, mesh)
         for slot, view, original in zip(layout.slots, views, originals, strict=True):
-            view.copy_(part_of_rank(original, slot.dim, layout, mesh))
+            view.copy_(part_of_rank(local_part(original), slot.dim, layout, mesh))
         return cls.around(flat, layout, owners, mesh)
 
     @classmethod
@@ -121,7 +124,7 @@ class FlatShard:
         keep_assigned_data()
         parameters = []
         for slot, local in zip(layout.slots, local_views(flat, layout, mesh), strict=True):
-            sharded = sharded_tensor(local, mesh, shard_placements(mesh, layout, slot), slot.shape)
+            sharded = sharded_as(slot, local, layout, mesh)
             parameters.append(nn.Parameter(sharded, requires_grad=layout.requires_grad))
         shard = cls(layout, mesh, parameters, owners)
         shard._hold(flat)
@@ -216,7 +219,7 @@ class FlatShard:
         found, known = module._parameters.get(name), self.parameters[index]
         if not isinstance(found, DTensor) or found.shape != known.shape or found.placements != known.placements:
             raise ConfigError(
-                f"{slot.parameter} was sharded as a DTensor of shape {tuple(slot.shape)} and is now "
+                f"{slot.parameter} was sharded as a DTensor of shape {tuple(known.shape)} and is now "
                 f"{type(found).__name__}: assign a DTensor of the same shape and placements, or shard a new model "
                 "(torch.func.functional_call takes such DTensors; in place of torch.func.grad, go backward and read "
                 ".grad)"

@@ -108,6 +108,42 @@ def _check_dimensions(mesh: DeviceMesh) -> None:
             )
 
 
+def mesh_of_both(mesh: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The dimensions of `mesh` and then those of `inner`, over which parameters were distributed before.
+
+    Private, as of torch 2.11 to 2.15.
+
+    Raises:
+        ConfigError: they are not dimensions, with names, of one mesh.
+    """
+    try:
+        return DeviceMesh._concatenate([mesh, inner])
+    except (RuntimeError, AssertionError, TypeError) as e:
+        raise ConfigError(
+            f"the model has parameters that are distributed over {inner}, and is to be sharded over {mesh}: both have "
+            'to be dimensions, with names, of one mesh, as root["dp"] and root["tp"] are of root = '
+            'init_device_mesh(device, (2, 4), mesh_dim_names=("dp", "tp"))'
+        ) from e
+
+
+def mesh_beside(inner: DeviceMesh | None) -> DeviceMesh | None:
+    """The other dimension of the mesh that `inner`, over which parameters were distributed, is a dimension of.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    if inner is None:
+        return None
+    root = inner._get_root_mesh()  # private as of torch 2.11 to 2.15
+    others = [name for name in root.mesh_dim_names or () if name not in (inner.mesh_dim_names or ())]
+    if len(others) != 1:
+        raise ConfigError(
+            f"the model has parameters that are distributed over {inner}, of {root}: say which dimensions of that it "
+            'is to be sharded over, as in mesh=root["dp"]'
+        )
+    return root[others[0]]
+
+
 def _listed(process_group: Any) -> list[Any]:
     if process_group is None:
         return [dist.group.WORLD]
@@ -135,7 +171,7 @@ def _nodes_and_ranks(local_world_size: int | None) -> tuple[int, int]:
 
 def part_of(mesh: DeviceMesh, size: int) -> Part:
     """This rank's place in a group of `size` neighbouring ranks on the shard axis; every rank of the mesh calls it."""
-    ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+    ranks = ranks_along(mesh, mesh.ndim - 1)
     index = mesh.get_local_rank(mesh.ndim - 1)
     begin = index - index % size
     group = _group_of(ranks[begin : begin + size])
@@ -229,6 +265,23 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
 def _name(group: dist.ProcessGroup, mesh: DeviceMesh) -> str:
     """The name under which graphs find a group."""
     return str(overlapping_group(group, mesh.device_type).group_name)
+
+
+def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
+    """The ranks that this one meets along an axis of a mesh."""
+    return dist.get_process_group_ranks(mesh.get_group(axis))
+
+
+def axes_with_parts(mesh: DeviceMesh | None, inner: DeviceMesh | None) -> list[tuple[DeviceMesh, int]]:
+    """The axes of meshes along which ranks hold different parts of one model.
+
+    Args:
+        mesh: over whose last axis it is sharded.
+        inner: over whose axes parameters were distributed before.
+    """
+    axes = [] if mesh is None else [(mesh, mesh.ndim - 1)]
+    axes += [] if inner is None else [(inner, axis) for axis in range(inner.ndim)]
+    return [(each, axis) for each, axis in axes if each.size(axis) > 1]
 
 
 def num_shards_of(mesh: DeviceMesh | None) -> int:

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from ..errors import NonFiniteError
+from ..layout.distribution import local_part
 from ..passes import ops
 from .collectives import all_reduce_alone
 from .flat_shard import Shards
+from .groups import axes_with_parts
 from .views import local_tensor
 
 _SHOWN = 8  # parameters that an error names
@@ -36,11 +38,12 @@ def _check(sharding: Shards) -> None:
     if not named:
         return
     device = torch.device("cpu")
-    if sharding.mesh is not None and sharding.mesh.device_type != "cpu":
-        device = torch.device(sharding.mesh.device_type, torch.accelerator.current_device_index())
+    mesh = sharding.mesh or sharding.inner
+    if mesh is not None and mesh.device_type != "cpu":
+        device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
     found = torch.stack([_kind(gradient).to(device) for _, _, gradient in named])
-    if sharding.mesh is not None:  # along the axis of the shards: replicas have the same gradients
-        found = all_reduce_alone("the comparison of check_gradients", found, "max", sharding.mesh)
+    for over, axis in axes_with_parts(sharding.mesh, sharding.inner):  # replicas have the same gradients
+        found = all_reduce_alone("the comparison of check_gradients", found, "max", over, axis)
     bad = [(*each[:2], kind) for each, kind in zip(named, found.tolist(), strict=True) if kind]
     if not bad:
         return
@@ -66,4 +69,4 @@ def _gradients(sharding: Shards) -> Iterator[tuple[str, str, torch.Tensor | None
         for slot, parameter in zip(shard.layout.slots, shard.parameters, strict=True):
             yield slot.parameter, unit, None if parameter.grad is None else local_tensor(parameter.grad)
     for name, (unit, parameter) in sharding.whole.items():
-        yield name, unit, parameter.grad
+        yield name, unit, None if parameter.grad is None else local_part(parameter.grad)

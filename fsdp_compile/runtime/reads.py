@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 
 from ..layout.buckets import Layout, Slot
+from ..layout.distribution import Distribution
 from .assembly import ASSEMBLE
 
 
@@ -18,16 +19,19 @@ class Read:
 
     Attributes:
         parts: of a parameter that is not sharded on its first dimension, what `fsdp::assemble` takes besides.
+        distribution: over other ranks, which a forward sees.
     """
 
     shard: Readable
     arguments: tuple[Any, ...]
     is_frozen: bool
     parts: tuple[Any, ...] | None = None
+    distribution: Distribution | None = None
 
     @classmethod
     def of(cls, shard: Readable, layout: Layout, slot: Slot, *, is_frozen: bool) -> Read:
-        return cls(shard, layout.unshard_arguments(slot), is_frozen, layout.assemble_arguments(slot))
+        parts = layout.assemble_arguments(slot)
+        return cls(shard, layout.unshard_arguments(slot), is_frozen, parts, slot.distribution)
 
     def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
         if not self.shard.key:  # Dynamo guards on it: a graph knows the shards that it was compiled for
@@ -36,7 +40,9 @@ class Read:
         full: torch.Tensor = torch.ops.fsdp.unshard.default(
             self.shard.data, self.shard.accumulated, gradient, *self.arguments
         )
-        return full if self.parts is None else ASSEMBLE(full, *self.parts)
+        if self.parts is not None:
+            full = ASSEMBLE(full, *self.parts)
+        return full if self.distribution is None else self.distribution.around(full)
 
 
 @dataclasses.dataclass

@@ -9,15 +9,28 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..layout.buckets import Layout, Slot
 from ..passes import ops
+from .groups import mesh_of_both
 
 
 def shard_placements(mesh: DeviceMesh, layout: Layout, slot: Slot) -> list[Placement]:
     """Shard over the last mesh axis; replicated over the first of two, and everywhere for 0-d parameters."""
     last: Placement = Replicate() if layout.shards.size == 1 else Shard(slot.dim)
     return [*[Replicate() for _ in range(mesh.ndim - 1)], last]
+
+
+def sharded_as(slot: Slot, local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
+    """The DTensor that the user sees, around this rank's part: on the mesh, and on the one of its distribution."""
+    placements = shard_placements(mesh, layout, slot)
+    if (distribution := slot.distribution) is None:
+        return sharded_tensor(local, mesh, placements, slot.shape)
+    if placements[-1].is_shard() and (parts := distribution.num_parts(slot.dim)) > 1:
+        placements[-1] = _StridedShard(slot.dim, split_factor=parts)  # first into those parts, and each over the mesh
+    both = mesh_of_both(mesh, distribution.mesh)
+    return sharded_tensor(local, both, [*placements, *distribution.placements], distribution.shape)
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
