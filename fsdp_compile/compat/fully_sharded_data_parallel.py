@@ -182,7 +182,8 @@ def _shard(
     if mixed is not None and mixed.keep_low_precision_grads:
         keep_low_precision_gradients(module, mixed)
     if mixed is not None and mixed.buffer_dtype is not None:
-        cast_buffers(module, mixed, [item for item in left_alone if isinstance(item, nn.Module)])
+        ignored_modules = [item for item in left_alone if isinstance(item, nn.Module)]
+        cast_buffers(module, mixed, [*ignored_modules, *parts])
     return sharded
 
 

@@ -47,9 +47,13 @@ def _check_mixed(mixed: MixedPrecision) -> None:
             raise ConfigError(f"mixed_precision: _module_classes_to_ignore holds classes, not {kind!r}")
 
 
-def cast_buffers(module: nn.Module, mixed: MixedPrecision, ignored: Iterable[nn.Module]) -> None:
-    """Cast the floating point buffers of all modules but those that are ignored, or computed without the policy."""
-    left_alone = {inner for outer in ignored for inner in outer.modules()}
+def cast_buffers(module: nn.Module, mixed: MixedPrecision, others: Iterable[nn.Module]) -> None:
+    """Cast the floating point buffers of all modules but those that are computed without the policy.
+
+    Args:
+        others: modules that are ignored, or have a policy of their own: they were wrapped before.
+    """
+    left_alone = {inner for outer in others for inner in outer.modules()}
     for owner in module.modules():
         if owner in left_alone or isinstance(owner, tuple(mixed._module_classes_to_ignore)):
             continue

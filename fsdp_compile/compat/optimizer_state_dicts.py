@@ -144,7 +144,7 @@ def _parameters_of(
     """
     if optim_input is not None:  # FSDP1's words
         warnings.warn("The `optim_input` argument is deprecated: pass `optim`", FutureWarning, stacklevel=3)
-    name_of = {parameter: name.replace(_CHECKPOINTED, "") for name, parameter in model.named_parameters()}
+    name_of = _names(model)
     given: Iterable[Any] = model.parameters() if optim_input is None else optim_input
     groups = optim.param_groups if optim is not None else list(given)
     inputs = [item for group in groups for item in (group["params"] if isinstance(group, dict) else [group])]
@@ -154,13 +154,21 @@ def _parameters_of(
     return {name_of[parameter]: parameter for parameter in inputs}
 
 
+def _names(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name.replace(_CHECKPOINTED, "") for name, parameter in model.named_parameters()}
+
+
 def _named(state: State, model: nn.Module, parameters: dict[str, torch.Tensor], config: OptimStateDictConfig) -> State:
     """A state of numbers with names, and with tensors as `config` says. Every rank calls this.
+
+    The states of parameters are in the order of the model, whichever order the optimizer of a rank has.
 
     Raises:
         RankError: full tensors are asked for, and the optimizers of two ranks have states for different parameters.
     """
     named = _renamed(state, dict(enumerate(parameters)))
+    in_order = dict.fromkeys([*_names(model).values(), *named["state"]])
+    named["state"] = {name: named["state"][name] for name in in_order if name in named["state"]}
     is_full, to_cpu = isinstance(config, FullOptimStateDictConfig), config.offload_to_cpu
     sharding = sharding_around(model)
     if is_full and sharding is not None and sharding.agreement is not None:

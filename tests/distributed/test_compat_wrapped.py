@@ -189,6 +189,43 @@ def test_an_optimizer_resumes_from_each_kind_of_state(world_size, load):
 
 
 @on_ranks(2)
+def test_optimizers_of_two_ranks_may_list_parameters_in_another_order(world_size):
+    model = wrapped(build("odd_mlp"))
+    order = reversed if dist.get_rank() else list
+    optimizer = adamw(list(order(list(model.parameters()))))
+    train(model, optimizer, STEPS)
+    expected = build("odd_mlp")
+    expected_optimizer = adamw(expected.parameters())
+    train(expected, expected_optimizer, STEPS, batch=global_batch)
+    names = [name for name, _ in expected.named_parameters()]
+    for state in (
+        FSDP.full_optim_state_dict(model, optimizer, rank0_only=False),
+        FSDP.sharded_optim_state_dict(model, optimizer),
+    ):
+        assert list(state["state"]) == names
+        assert state["param_groups"][0]["params"] == list(order(names))
+        for name, parameter in expected.named_parameters():
+            for key, value in state["state"][name].items():
+                assert_close(full(value), expected_optimizer.state[parameter][key])
+
+
+@on_ranks(2)
+def test_buffers_of_parts_that_were_wrapped_before_have_the_dtype_of_those(world_size):
+    """A part without a policy, one that ignores itself, and one with a policy of its own."""
+    parts = nn.ModuleList([nn.BatchNorm1d(4) for _ in range(4)])
+
+    def casting_to(dtype):
+        return MixedPrecision(buffer_dtype=dtype, _module_classes_to_ignore=())
+
+    FSDP(parts[0], backend="aot_eager")
+    FSDP(parts[1], ignored_modules=[parts[1]], backend="aot_eager")
+    FSDP(parts[2], mixed_precision=casting_to(torch.float16), backend="aot_eager")
+    model = FSDP(parts, mixed_precision=casting_to(torch.bfloat16), backend="aot_eager")
+    found = [part.running_mean.dtype for part in model]
+    assert found == [torch.float32, torch.float32, torch.float16, torch.bfloat16]
+
+
+@on_ranks(2)
 def test_full_states_are_on_the_first_rank_alone(world_size):
     model = wrapped(build("odd_mlp"))
     optimizer = adamw(model.parameters())
