@@ -38,6 +38,7 @@ from ..runtime.compilations import Compilations
 from ..runtime.given import HasGradient, Results
 from ..runtime.inductor import Fences, InOrder, fast_matmuls, few_casts, generator_digest, whole_copies
 from ..runtime.kernels import capturing
+from ..runtime.modules import not_captured
 from .writes import refuse_writes, sharded_inputs
 
 MakePlan = Callable[[str, Draft], StepPlan | None]
@@ -380,6 +381,7 @@ def compile_module(model: torch.nn.Module, compilations: Compilations, **options
     compiled = torch.compile(_calling(model), **options)
     name = type(model).__name__
 
+    @not_captured
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return compiled(*args, **kwargs)

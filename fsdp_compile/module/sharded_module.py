@@ -181,6 +181,20 @@ class ShardedModule(Reshards):
                 sharding.tell(e)
             raise
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As of any module, of a model of `shard`; one of `fsdp_compile` is compiled, and stays so.
+
+        Raises:
+            ConfigError: there are options, for one that is compiled.
+        """
+        if self._fsdp_sharding.compile is None:
+            super().compile(*args, **kwargs)  # type: ignore[misc]
+        elif args or kwargs:
+            raise ConfigError(
+                f"the {type(self).__name__} is compiled already: give fsdp_compile the options of compile(), or call "
+                'fsdp_compile.shard(model) and then compile(backend="fsdp")'
+            )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         for shard in sharding_of(self).shards:  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fsdp_compile, shard
+from fsdp_compile import ConfigError, fsdp_compile, shard
 from tests.distributed.training import (
     adamw,
     assert_close,
@@ -50,6 +50,24 @@ def test_torch_compile_with_the_backend_gives_the_same_graphs(world_size):
     assert str(sharded_graphs.backward) == str(graphs.backward)
     assert sharded_graphs.schedule() == graphs.schedule()
     assert_same_tensors(full_gradients(sharded), full_gradients(model))
+
+
+@on_ranks(2)
+def test_a_compiled_model_that_is_compiled_again_stays_as_it_is(world_size):
+    model, expected = compiled(build("gpt")), compiled(build("gpt"))
+    model.compile()
+    expected(*batch_of_rank(expected, 0)).backward()
+    for again in (torch.compile(model), model):
+        again(*batch_of_rank(model, 0)).backward()
+        assert_same_tensors(full_gradients(model), full_gradients(expected))
+        model.zero_grad()
+    assert len(model.graphs) == 1
+    with pytest.raises(ConfigError, match="is compiled already: give fsdp_compile the options"):
+        model.compile(dynamic=True)
+    sharded = shard(build("gpt"))
+    sharded.compile(backend="fsdp")
+    sharded(*batch_of_rank(sharded, 0)).backward()
+    assert len(sharded.graphs) == 1
 
 
 @on_ranks(2)
