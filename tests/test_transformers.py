@@ -267,7 +267,7 @@ def build_adapted(dtype: torch.dtype) -> PeftModel:
 
 
 def train_and_save_adapters(dtype: torch.dtype, folder: Path) -> Trained:
-    model = compiled(build_adapted(dtype))
+    model = compiled(build_adapted(dtype), fullgraph=True)
     trained = Trained.on_this_rank(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     state = get_model_state_dict(model, options=options)

@@ -106,7 +106,9 @@ class RefusesWrappers:
     # What FSDP sets first, `_is_fsdp_managed_module`, cannot be watched: Dynamo reads it past properties.
     @property
     def _fsdp_use_orig_params(self) -> bool:
-        return bool(vars(self).get("_fsdp_use_orig_params"))
+        if "_fsdp_use_orig_params" not in vars(self):  # a model of peft has the attributes of the one in it
+            raise AttributeError("_fsdp_use_orig_params")
+        return bool(vars(self)["_fsdp_use_orig_params"])
 
     @_fsdp_use_orig_params.setter
     def _fsdp_use_orig_params(self, value: bool) -> None:
