@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +33,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
     backend: str = "inductor",
 ) -> _Modules:
     """torch.distributed.fsdp.fully_shard: the parameters of `module` that were not sharded before become one unit.
@@ -48,6 +49,11 @@ def fully_shard(
     Raises:
         ConfigError: as `fsdp_compile`; and for an empty list, or one of a module that is sharded already.
     """
+    if dp_mesh_dims is not None:
+        raise ConfigError(
+            "dp_mesh_dims: parameters that are DTensors on the whole mesh, replicated over ranks to shard over, are "
+            'not supported; distribute them over the other dimensions, as root["tp"], and pass mesh=root["dp"]'
+        )
     CompileConfig(backend)  # of a list, nothing is compiled by itself
     ignored = [] if ignored_params is None else listed("ignored_params", ignored_params, "parameters")
     whole: nn.Module = module if isinstance(module, nn.Module) else nn.ModuleList(_outermost(module))

@@ -15,11 +15,17 @@ from ..runtime.wrappers import note_sharded
 from .own_units import OwnUnits, own_units_below, own_units_of
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class UnitState:
-    """Of one sharded module. Names are torch's."""
+    """Of one sharded module. Names are torch's.
+
+    Attributes:
+        _comm_ctx: what `share_comm_ctx` gives to several models; here their collectives share the streams of the
+            process groups, whoever asks.
+    """
 
     module: nn.Module
+    _comm_ctx: Any = None
 
     @property
     def _fsdp_param_groups(self) -> list[ParamGroup]:
@@ -53,11 +59,12 @@ class AllStates:
     all_states: list[UnitState]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class ParamGroup:
-    """The units of one call."""
+    """The units of one call; `comm_ctx` as that of `UnitState`."""
 
     own: OwnUnits
+    comm_ctx: Any = None
 
     def post_backward(self, *_: Any) -> None:
         """Reduce what was kept, if it is not to be kept on."""

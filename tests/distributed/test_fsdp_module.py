@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, share_comm_ctx
+from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import ConfigError, compat, shard
@@ -66,6 +67,21 @@ def test_every_method_of_torch_has_its_signature():
             (p.name, p.kind, p.default) for p in expected.values()
         ], name
         assert getattr(type(model), name) is not method, f"{name} is torch's own"
+
+
+def test_fully_shard_has_the_parameters_of_torch():
+    ours, theirs = inspect.signature(compat.fully_shard).parameters, inspect.signature(fully_shard_of_torch).parameters
+    assert set(theirs) <= set(ours)
+    with pytest.raises(ConfigError, match="dp_mesh_dims: parameters that are DTensors on the whole mesh"):
+        compat.fully_shard(nn.Linear(2, 2), dp_mesh_dims=("dp",))
+
+
+@on_ranks(2)
+def test_models_share_their_streams_whoever_asks(world_size):
+    models = [fully_shard(build("odd_mlp")) for _ in range(2)]
+    share_comm_ctx(models)
+    for model in models:
+        step(model)
 
 
 @on_ranks(1, 2)
