@@ -164,9 +164,7 @@ class _Values:
         for tensor in tensors:
             if tensor is not None and not tensor.is_meta:
                 held = local_part(tensor)
-                data = held.to(
-                    self.decision.compute_device if self.decision.options.offload.is_on else held.device
-                )
+                data = held.to(self.decision.compute_device if self.decision.options.offload.is_on else held.device)
                 data = data.contiguous()
                 for dim in reversed(range(self.mesh.ndim)):  # along the first row, then from row to row
                     group = self.mesh.get_group(dim)
