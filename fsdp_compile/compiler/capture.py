@@ -34,6 +34,7 @@ from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
 from ..runtime.backward import BucketGradient
+from ..runtime.below_autograd import below_autograd
 from ..runtime.compilations import Compilations
 from ..runtime.given import HasGradient, Results
 from ..runtime.inductor import Fences, InOrder, fast_matmuls, few_casts, generator_digest, whole_copies
@@ -114,6 +115,7 @@ class Capture:
                 kwargs["static_input_idxs"] = partitioner.static(graph, static)
             with uncollected(), fast_matmuls(), whole_copies(), few_casts():
                 compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph, inputs)
+            compiled = below_autograd(compiled, graph.graph)
             return self._noting(compiled, graph, partitioner) if kwargs.get("is_backward") else compiled
 
         patches = {"custom_partitioner_fn": partitioner, **self.options}

@@ -20,7 +20,7 @@ from .agreement import Agreement, agreement_of
 from .assigned_data import keep_assigned_data
 from .optimizers import install_hooks
 from .reads import Read
-from .views import local_tensor, local_views, part_of_rank, sharded_as
+from .views import Places, local_tensor, local_views, made_dtensor, part_of_rank, places_of, sharded_as, views_at
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,6 +70,8 @@ class FlatShard:
 
     Attributes:
         data: the 1-D leaf that compiled graphs take; its gradient is handed over to `parameters` and then cleared.
+        places: where in `data` the part of each parameter is.
+        views: the local tensors of the parameters, once they were found to be there.
         parameters: the DTensor parameters that the user sees, one for each slot of the layout, views into `data`.
         owners: for each of them a module that holds it, and its name there.
         reads: for each of them how the forward reads it.
@@ -85,6 +87,8 @@ class FlatShard:
     layout: Layout
     mesh: DeviceMesh
     data: nn.Parameter = dataclasses.field(init=False)
+    places: Places = dataclasses.field(init=False)
+    views: list[torch.Tensor] = dataclasses.field(default_factory=list, init=False)
     parameters: list[nn.Parameter]
     owners: list[tuple[nn.Module, str]]
     reads: list[Read] = dataclasses.field(default_factory=list)
@@ -97,6 +101,9 @@ class FlatShard:
     all_reduces: bool = True
     is_kept_by_user: bool = False
     key: str = dataclasses.field(default_factory=map(str, itertools.count(1)).__next__)
+
+    def __post_init__(self) -> None:
+        self.places = places_of(self.layout, self.mesh)
 
     @classmethod
     def create(
@@ -132,6 +139,7 @@ class FlatShard:
 
     def _hold(self, flat: torch.Tensor) -> None:
         """Make `flat` the leaf that graphs take."""
+        self.views = []
         trainable = any(parameter.requires_grad for parameter in self.parameters)
         self.data = nn.Parameter(flat, requires_grad=trainable)
         self.data.fsdp_flat_shard = self  # type: ignore[attr-defined]  # how the backend knows its inputs
@@ -169,10 +177,9 @@ class FlatShard:
             flat = flat.to(dtype)
             for parameter in self.parameters:
                 parameter.grad_dtype = dtype
-        views = local_views(flat, self.layout, self.mesh)
-        for slot, view, parameter in zip(self.layout.slots, views, self.parameters, strict=True):
+        for slot, view, parameter in zip(self.layout.slots, views_at(flat, self.places), self.parameters, strict=True):
             if slot.offset in kept or (slot.offset in received and parameter.requires_grad):
-                _accumulate(parameter, DTensor(view, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
+                _accumulate(parameter, made_dtensor(view, parameter._spec))  # type: ignore[attr-defined]
 
     def change_layout(self, layout: Layout) -> None:
         """Another layout of the same places: forwards read by it from now on."""
@@ -189,12 +196,15 @@ class FlatShard:
             ConfigError: a parameter was replaced by something that cannot take its place in the shard.
         """
         self.received.clear()  # what a backward noted that ended in an exception
+        if self._is_as_it_was():
+            return
         self.parameters = [self._current(index) for index in range(len(self.parameters))]
         if all(
             self._is_view(slot, parameter) for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
         ):
             if self.data.requires_grad != any(parameter.requires_grad for parameter in self.parameters):
                 self._hold(self.data.detach())
+            self.views = list(map(local_tensor, self.parameters))
             return
         locals_ = [local_tensor(parameter) for parameter in self.parameters]
         kinds = {(local.dtype, local.device) for local in locals_}
@@ -205,13 +215,21 @@ class FlatShard:
         dtype, device = kinds.pop()
         with torch.no_grad():
             flat = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-            views = local_views(flat, self.layout, self.mesh)
+            views = views_at(flat, self.places)
             for view, parameter, local in zip(views, self.parameters, locals_, strict=True):
                 view.copy_(local)
                 parameter._local_tensor = view  # type: ignore[attr-defined]
         self._hold(flat)
         if self.accumulation is not None:
             self.accumulation = self.accumulation.moved(self.layout, flat)
+
+    def _is_as_it_was(self) -> bool:
+        """Whether the parameters are those that were views of `data`, and still are; most forwards find that."""
+        for (module, name), parameter, view in zip(self.owners, self.parameters, self.views, strict=False):
+            if module._parameters.get(name) is not parameter or local_tensor(parameter) is not view:
+                return False
+        is_trained = any(parameter.requires_grad for parameter in self.parameters)
+        return bool(self.views) and is_trained == self.data.requires_grad
 
     def _current(self, index: int) -> nn.Parameter:
         """The parameter that the model holds now in place of `parameters[index]`."""

@@ -65,7 +65,8 @@ def take_accumulated(shard: FlatShard, accumulated: torch.Tensor) -> torch.Tenso
 
 def _reduce_leftovers_after_backward(sharding: Shards) -> None:
     """Have autograd call us at the end of the running backward, if there may be something left to reduce."""
-    if not sharding.is_finishing and any(_may_be_left(shard) for shard in sharding.shards):
+    kept = [shard for shard in sharding.shards if shard.accumulation is not None or shard.is_kept_by_user]
+    if not sharding.is_finishing and any(_may_be_left(shard) for shard in kept):
         sharding.is_finishing = True
 
         def finish() -> None:

@@ -12,6 +12,9 @@ and where an optimizer keeps its hooks.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +34,9 @@ _ELEMENTWISE = {
 _RUN_NUMEL = 2**16
 """Elements of a run at most: with more, an optimizer's time is not Python's, and what it allocates would be noticed."""
 
+_GRADIENT = 1
+"""Where a row has it."""
+
 _Row = tuple[Any, ...]
 _Lists = Sequence[list[Any]]
 
@@ -40,7 +46,7 @@ def compute_locally(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     end_runs(optimizer, args, kwargs)  # of a step that ended in an exception
     if not is_elementwise(optimizer) or "_init_group" in vars(optimizer):
         return
-    vars(optimizer)["_fsdp_runs"] = []  # is not pickled or copied with it
+    vars(optimizer).update(_fsdp_seen={}, _fsdp_runs=[])  # are not pickled or copied with it
     after_init_group(optimizer, _begin_runs)
     handle = optimizer.register_step_post_hook(end_runs)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # the user's come after
@@ -70,32 +76,121 @@ def after_init_group(optimizer: optim.Optimizer, change: Callable[[Any, dict[str
 
 
 def _begin_runs(optimizer: Any, group: dict[str, Any], lists: _Lists) -> None:
-    if not group["differentiable"]:
-        optimizer._fsdp_runs += _localize(lists)
+    filled = [values for values in lists if values]
+    if group["differentiable"] or not filled:
+        return
+    known: Seen | None = optimizer._fsdp_seen.get(id(group))
+    runs = (known.runs_again(filled) if known is not None else None) or _runs(filled)
+    if not runs:
+        return
+    for values, joined in zip(filled, zip(*(run.join() for run in runs), strict=True), strict=True):
+        values[:] = joined
+    optimizer._fsdp_runs.append((id(group), runs))
 
 
 def end_runs(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """After every step: what it left in the states of runs becomes the states of their parameters."""
-    runs: list[Run] = vars(optimizer).get("_fsdp_runs", [])
-    for run in runs:
-        run.end(optimizer.state)
-    runs.clear()
+    running: list[tuple[int, list[Run]]] = vars(optimizer).get("_fsdp_runs", [])
+    for group, runs in running:
+        for run in runs:
+            run.end(optimizer.state)
+        pairs = [pair for run in runs for pair in run.numbers()]
+        if pairs:
+            torch._foreach_copy_([other for _, other in pairs], [first for first, _ in pairs])
+        vars(optimizer)["_fsdp_seen"][group] = Seen.of(runs)
+    running.clear()
 
 
-def _localize(lists: _Lists) -> list[Run]:
-    """Replace DTensors by this rank's parts, unless that of a gradient or a state is not that of its parameter."""
-    filled = [values for values in lists if values]
-    rows = list(zip(*filled, strict=True))
+def _runs(filled: _Lists) -> list[Run]:
+    """None of them, if a gradient or a state does not belong to this rank's part of its parameter."""
+    rows: list[_Row] = list(zip(*filled, strict=True))
     if not all(is_sharded_alike(*row) for row in rows):
         return []
     runs: list[Run] = []
     for row in rows:
-        parts = tuple(local_tensor(value) if isinstance(value, DTensor) else value for value in row)
+        parts = tuple(map(_part, row))
         if not runs or not runs[-1].take(row, parts):
-            runs.append(Run(row, parts))
-    for values, joined in zip(filled, zip(*(run.join() for run in runs), strict=True), strict=True):
-        values[:] = joined
+            runs.append(Run([row], [parts]))
     return runs
+
+
+@dataclasses.dataclass
+class Seen:
+    """What the last step of a group worked on, which most steps find again, but for the values of gradients.
+
+    It keeps no tensor alive: states may be loaded, and the model may move.
+
+    Attributes:
+        ends: how many rows the runs had up to each.
+        columns: of parameters, gradients, and each kind of state, but for gradients: what users see; and this rank's
+            parts of it. A state that there was not is None.
+        versions: of the states that are numbers, as the step has left them.
+        offsets: where the gradients lay in their storage.
+    """
+
+    ends: list[int]
+    columns: list[list[Any]]
+    versions: list[int]
+    offsets: list[Any]
+
+    @classmethod
+    def of(cls, runs: list[Run]) -> Seen:
+        rows, parts = ([row for run in runs for row in each(run)] for each in (_ROWS, _PARTS))
+        columns, columns_of_parts = list(zip(*rows, strict=True)), list(zip(*parts, strict=True))
+        offsets = list(map(Tensor.storage_offset, columns_of_parts[_GRADIENT]))
+        held = [_references(column) for column in _but_gradients(columns) + _but_gradients(columns_of_parts)]
+        return cls(list(itertools.accumulate(len(run.rows) for run in runs)), held, _versions(columns), offsets)
+
+    def runs_again(self, filled: _Lists) -> list[Run] | None:
+        """The runs of another step; None if anything is not as the last one has left it."""
+        if len(filled[0]) != self.ends[-1] or not all(
+            isinstance(value, DTensor) for value in itertools.chain(*filled[:2])
+        ):
+            return None
+        if not all(map(operator.is_, *(map(_SPEC, column) for column in filled[:2]))):
+            return None
+        parts = [list(map(_part, column)) for column in filled]
+        columns = _but_gradients(filled) + _but_gradients(parts)
+        if len(columns) != len(self.columns) or self.versions != _versions(filled):
+            return None
+        for column, known in zip(columns, self.columns, strict=True):
+            if not all(map(operator.is_, column, map(operator.call, known))):
+                return None
+        gradients = parts[_GRADIENT]
+        if self.offsets != list(map(Tensor.storage_offset, gradients)):
+            return None
+        rows, rows_of_parts = list(zip(*filled, strict=True)), list(zip(*parts, strict=True))
+        storages = list(map(id, map(_BASE, gradients)))
+        runs = []
+        for begin, end in itertools.pairwise([0, *self.ends]):
+            if end - begin > 1 and (len(set(storages[begin:end])) > 1 or gradients[begin]._base is None):
+                return None
+            runs.append(Run(rows[begin:end], rows_of_parts[begin:end], is_joined=True))
+        return runs
+
+
+_ROWS, _PARTS, _SPEC, _BASE, _VERSION = map(operator.attrgetter, ("rows", "parts", "_spec", "_base", "_version"))
+
+
+def _but_gradients(columns: Sequence[Any]) -> list[Any]:
+    return [*columns[:_GRADIENT], *columns[_GRADIENT + 1 :]]
+
+
+def _references(column: Sequence[Tensor | None]) -> list[Callable[[], Tensor | None]]:
+    return [_nothing if value is None else weakref.ref(value) for value in column]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _versions(columns: Sequence[Sequence[Any]]) -> list[int]:
+    """Of the states that are numbers."""
+    return [version for column in columns[2:] if _is_number(column[0]) for version in map(_VERSION, column)]
+
+
+def _is_number(state: Any) -> bool:
+    return isinstance(state, Tensor) and not isinstance(state, DTensor)
 
 
 class Run:
@@ -108,14 +203,15 @@ class Run:
     Attributes:
         rows: one for each parameter.
         parts: the same rows of this rank's parts.
+        is_joined: whether the states are known to lie next to each other.
         numel: elements of this rank's parts of the parameters.
         parameter: what the optimizer gets for the parameters.
     """
 
-    def __init__(self, row: _Row, parts: _Row) -> None:
-        self.rows, self.parts = [row], [parts]
-        self.numel: int = parts[0].numel()
-        self.parameter: Tensor = parts[0]
+    def __init__(self, rows: list[_Row], parts: list[_Row], *, is_joined: bool = False) -> None:
+        self.rows, self.parts, self.is_joined = rows, parts, is_joined
+        self.parameter: Tensor = parts[0][0]
+        self.numel: int = sum(part[0].numel() for part in parts)
 
     def take(self, row: _Row, parts: _Row) -> bool:
         """Add a row, if its parameter is small and can be updated with the others."""
@@ -141,7 +237,7 @@ class Run:
         for index, state in enumerate(self.rows[0][2:], start=2):
             if isinstance(state, DTensor):
                 states = [parts[index] for parts in self.parts]
-                if not _are_adjacent(*states):
+                if not self.is_joined and not _are_adjacent(*states):
                     states = self._move(index, states)
                 state = states[0].as_strided((self.numel,), (1,))
             joined.append(state)  # what is no DTensor is equal for all
@@ -150,8 +246,9 @@ class Run:
 
     def _move(self, index: int, states: list[Tensor]) -> list[Tensor]:
         moved = self._split(torch.cat([state.reshape(-1) for state in states]))
-        for row, state in zip(self.rows, moved, strict=True):
+        for at, (row, state) in enumerate(zip(self.rows, moved, strict=True)):
             row[index]._local_tensor = state
+            self.parts[at] = (*self.parts[at][:index], state, *self.parts[at][index + 1 :])
         return moved
 
     def _split(self, joined: Tensor) -> list[Tensor]:
@@ -161,24 +258,31 @@ class Run:
         views = joined.split([parameter.numel() for parameter in parameters])
         return [view.view(parameter.shape) for view, parameter in zip(views, parameters, strict=True)]
 
+    def numbers(self) -> list[tuple[Tensor, Tensor]]:
+        """States that are numbers: that of the first parameter, which a step counts on, and that of each other."""
+        first, *others = self.rows
+        numbers = [index for index, state in enumerate(first[2:], start=2) if _is_number(state)]
+        return [(first[index], other[index]) for index in numbers for other in others]
+
     def end(self, states: dict[Any, dict[str, Any]]) -> None:
-        """After a step: numbers become those of all parameters, and states that are new are split.
+        """After a step: states that are new are split.
 
         Args:
             states: the optimizer's, of each parameter.
         """
-        for first, *others in zip(*self.rows, strict=True):
-            if others and isinstance(first, Tensor) and not isinstance(first, DTensor):
-                torch._foreach_copy_(others, [first] * len(others))
         if not isinstance(self.rows[0][0], DTensor):
             return
         # SGD notes momentum as the state of what it was given.
         for name, state in states.pop(self.parameter, {}).items():
-            if state is not None:
+            if state is not None and any(states[row[0]].get(name) is None for row in self.rows):
                 for (parameter, *_), local in zip(self.rows, self._split(state), strict=True):
                     if states[parameter].get(name) is None:
                         placed: Any = laid_out_as(parameter, local)
                         states[parameter][name] = without_offset(placed)
+
+
+def _part(value: Any) -> Any:
+    return local_tensor(value) if isinstance(value, DTensor) else value
 
 
 def is_sharded_alike(parameter: Tensor, *others: Tensor | None) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,17 +72,37 @@ def without_offset(tensor: DTensor) -> DTensor:
     return alias
 
 
-def local_views(flat: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> list[torch.Tensor]:
-    """The part of each parameter that belongs to this rank, as views into a tensor laid out as the shard."""
+Places: TypeAlias = "list[tuple[tuple[int, ...], tuple[int, ...], int]]"
+"""Shape, strides and offset of each parameter's part in a shard."""
+
+
+def places_of(layout: Layout, mesh: DeviceMesh) -> Places:
+    """Where the part of each parameter is that belongs to this rank."""
     size, rank = layout.shards.size, shard_rank(layout, mesh)
-    return [_part(flat, slot, size, rank) for slot in layout.slots]
+    return [_place(slot, size, rank) for slot in layout.slots]
 
 
-def _part(flat: torch.Tensor, slot: Slot, size: int, rank: int) -> torch.Tensor:
+def _place(slot: Slot, size: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     shape = list(slot.shape)
     if size > 1:
         _, shape[slot.dim] = _section(slot.shape[slot.dim], size, rank)
-    return flat.narrow(0, slot.offset, math.prod(shape)).view(shape)
+    return tuple(shape), torch.empty(shape, device="meta").stride(), slot.offset
+
+
+def views_at(flat: torch.Tensor, places: Places) -> list[torch.Tensor]:
+    """The part of each parameter, as views into a tensor laid out as the shard."""
+    begin = flat.storage_offset()
+    return [flat.as_strided(shape, strides, begin + offset) for shape, strides, offset in places]
+
+
+def local_views(flat: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> list[torch.Tensor]:
+    """The part of each parameter that belongs to this rank, as views into a tensor laid out as the shard."""
+    return views_at(flat, places_of(layout, mesh))
+
+
+def made_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """`DTensor(local, spec, requires_grad=False)` without its `__init__`, which does nothing, and not at once."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def _section(length: int, size: int, rank: int) -> tuple[int, int]:
