@@ -141,6 +141,21 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} has no shape yet: run the lazy module once before sharding it")
+        check_extension(name, local_part(parameter))
+
+
+def check_extension(name: str, local: torch.Tensor) -> None:
+    """Raise ConfigError for a tensor that has its say in FSDP2's all-gathers, as float8 weights of torchao do.
+
+    Args:
+        local: what this rank holds of the parameter of that name.
+    """
+    if hasattr(local, "fsdp_pre_all_gather"):
+        raise ConfigError(
+            f"{name}, a {type(local).__name__}, has fsdp_pre_all_gather, which would not be called: all-gathers are a "
+            "part of compiled graphs, and send values in the param_dtype of mp_policy or as they are. Make it a plain "
+            "tensor, or pass it in ignored_params"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
