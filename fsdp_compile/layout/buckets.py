@@ -153,8 +153,8 @@ def check_extension(name: str, local: torch.Tensor) -> None:
     if hasattr(local, "fsdp_pre_all_gather"):
         raise ConfigError(
             f"{name}, a {type(local).__name__}, has fsdp_pre_all_gather, which would not be called: all-gathers are a "
-            "part of compiled graphs, and send values in the param_dtype of mp_policy or as they are. Make it a plain "
-            "tensor, or pass it in ignored_params"
+            "part of compiled graphs, and send values in the param_dtype of mp_policy or as they are. Use a plain "
+            "tensor without it, or pass it in ignored_params"
         )
 
 

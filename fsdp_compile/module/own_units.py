@@ -138,6 +138,10 @@ class OwnUnits:
     def prepare(self) -> None:
         """Before a forward: sharded parameters are in their places, and units have the casts of their mode."""
         self.reshard_for_call()
+        self.choose_casts()
+
+    def choose_casts(self) -> None:
+        """Have the casts that the modes of the units ask for now."""
         for each in self.full_in_evaluation:
             each.prepare(self.shards)
 

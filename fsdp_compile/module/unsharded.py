@@ -17,6 +17,7 @@ def start_unsharding(own: OwnUnits) -> Unsharded:
     """Start gathering the units; what is returned is theirs, and to be waited for."""
     if own.unsharded is not None:
         return own.unsharded
+    own.choose_casts()
     for shard in own.shards:
         if shard.data.is_meta:
             raise RuntimeError(

@@ -144,6 +144,16 @@ def test_each_unit_has_a_mode_of_its_own(world_size, make):
     assert model(inputs()).dtype == bf16
 
 
+@on_ranks(2)
+def test_unsharding_by_hand_goes_by_the_mode(world_size):
+    with full_in_evaluation():
+        model = by_policy(LOW)
+    for mode, dtype in 2 * [(True, bf16), (False, torch.float32)]:
+        model.train(mode).unshard()
+        assert model.first.linear.weight.dtype == dtype
+        model.reshard()
+
+
 @on_ranks(1, 2)
 def test_copies_and_models_from_files_go_on_so(world_size):
     with full_in_evaluation():
