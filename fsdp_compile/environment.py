@@ -18,6 +18,11 @@ def poisons() -> bool:
     return value == "1"
 
 
+def is_full_in_evaluation() -> bool:
+    """Whether FSDP1's mixed precision is for training only: FSDP_USE_FULL_PREC_IN_EVAL=1, torch's own variable."""
+    return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+
+
 def is_first_rank() -> bool:
     """Whether this process is the one that speaks for all, also before there is a process group."""
     if dist.is_available() and dist.is_initialized():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..api import fsdp_compile
 from ..checks import check_bool, listed
+from ..environment import is_full_in_evaluation
 from ..errors import ConfigError
 from ..layout.options import OffloadConfig
 from ..layout.units import selected_modules
@@ -24,7 +25,13 @@ from ..module.resetting import param_init_by_reset
 from ..module.sharded_module import gain_methods
 from ..module.sharding import is_sharded, sharding_of
 from . import optimizer_state_dicts, state_dicts, wrapped
-from .mixed_precision import cast_as_parts, cast_buffers, keep_low_precision_gradients, mp_policy_of
+from .mixed_precision import (
+    cast_as_parts,
+    cast_buffers,
+    keep_full_in_evaluation,
+    keep_low_precision_gradients,
+    mp_policy_of,
+)
 from .policies import wrapping_by
 from .wrapped import WrappedType
 
@@ -105,7 +112,7 @@ class FullyShardedDataParallel(metaclass=WrappedType):
         for part, options in wrapping.options_of_module.items():
             wrap: Any = cls
             wrap(part, ignored_states=left_alone, backend=backend, **{**given, **options})
-        sharded = _shard(module, wrapping.policy, given, left_alone, backend)
+        sharded = _shard(module, wrapping.policy, selected, given, left_alone, backend)
         strategy = _strategy_in_effect(given["sharding_strategy"], sharded)
         wrapped.mark({sharded, *selected}, {**_attributes(given), "sharding_strategy": strategy})
         state_dicts.have_full_states([sharded, *selected])
@@ -143,6 +150,12 @@ def _check(module: object, given: Mapping[str, Any]) -> None:
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"device_mesh is a DeviceMesh, not {mesh!r}")
     OffloadConfig.of(given["cpu_offload"], "cpu_offload")
+    mixed = given["mixed_precision"]
+    if isinstance(mixed, MixedPrecision) and mixed.keep_low_precision_grads and is_full_in_evaluation():
+        raise ConfigError(
+            "mixed_precision: keep_low_precision_grads is not supported together with FSDP_USE_FULL_PREC_IN_EVAL=1, "
+            "by which gradients of an evaluation have full precision: leave out one of them"
+        )
 
 
 def _attributes(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,6 +168,7 @@ def _attributes(given: Mapping[str, Any]) -> dict[str, Any]:
 def _shard(
     module: nn.Module,
     policy: Any,
+    selected: Collection[nn.Module],
     given: Mapping[str, Any],
     left_alone: Iterable[nn.Module | nn.Parameter],
     backend: str,
@@ -170,7 +184,7 @@ def _shard(
             process_group=given["process_group"],
             auto_wrap_policy=policy,
             sharding_strategy=given["sharding_strategy"],
-            mp_policy=None if mixed is None else mp_policy_of(mixed, module),
+            mp_policy=None if mixed is None else mp_policy_of(mixed, module, parts),
             offload_policy=given["cpu_offload"],
             backward_prefetch=given["backward_prefetch"],
             ignored_params=ignored,
@@ -179,11 +193,14 @@ def _shard(
             backend=backend,
         )
     cast_as_parts(parts)
-    if mixed is not None and mixed.keep_low_precision_grads:
+    if mixed is None:
+        return sharded
+    if mixed.keep_low_precision_grads:
         keep_low_precision_gradients(module, mixed)
-    if mixed is not None and mixed.buffer_dtype is not None:
-        ignored_modules = [item for item in left_alone if isinstance(item, nn.Module)]
-        cast_buffers(module, mixed, [*ignored_modules, *parts])
+    ignored_modules = [item for item in left_alone if isinstance(item, nn.Module)]
+    buffers = cast_buffers(module, mixed, [*ignored_modules, *parts])
+    if is_full_in_evaluation():
+        keep_full_in_evaluation(module, selected, parts, buffers)
     return sharded
 
 

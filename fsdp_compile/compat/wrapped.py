@@ -199,7 +199,7 @@ def _register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]
     if (dtype := _DTYPE_OF_HOOK[name]) is not None:
         for shard in sharding_of(self).shards:
             if shard.layout.dtype.is_floating_point:
-                shard.change_layout(dataclasses.replace(shard.layout, reduce_dtype=dtype))
+                shard.change_layout(dataclasses.replace(shard.layout, reduce_dtype=dtype, full_reduce_dtype=dtype))
 
 
 METHODS: dict[str, Callable[..., Any]] = {

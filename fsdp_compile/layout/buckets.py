@@ -78,6 +78,7 @@ class Layout:
         param_dtype, reduce_dtype: that gathers and reductions cast to; None leaves what they get.
         compute_device: the device of the forward, if that is not the shard's.
         gradient_dtype: of the parameters' gradients, if that is not the parameters'.
+        is_full: whether nothing is cast for now, but for reductions that are cast to `full_reduce_dtype`.
     """
 
     bucket: str
@@ -93,6 +94,13 @@ class Layout:
     reduce_dtype: torch.dtype | None = None
     compute_device: torch.device | None = None
     gradient_dtype: torch.dtype | None = None
+    is_full: bool = False
+    full_reduce_dtype: torch.dtype | None = None
+
+    @property
+    def casts(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """What gathers and reductions cast to for now; None leaves what they get."""
+        return (None, self.full_reduce_dtype) if self.is_full else (self.param_dtype, self.reduce_dtype)
 
     @property
     def groups(self) -> list[str]:
@@ -101,6 +109,7 @@ class Layout:
 
     def unshard_arguments(self, slot: Slot) -> tuple[Any, ...]:
         """The arguments of `fsdp::unshard` after the tensors and the destination of the gradient."""
+        param_dtype, reduce_dtype = self.casts
         return (
             self.bucket,
             slot.parameter,
@@ -108,13 +117,13 @@ class Layout:
             slot.rows,
             self.shards.size,
             self.shards.group,
-            self.param_dtype,
+            param_dtype,
             self.compute_device,
             self.replicas.size,
             self.replicas.group,
             self.reduction.operator,
             self.reduction.divisor,
-            self.reduce_dtype,
+            reduce_dtype,
         )
 
     def assemble_arguments(self, slot: Slot) -> tuple[Any, ...] | None:
@@ -132,6 +141,21 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} has no shape yet: run the lazy module once before sharding it")
+        check_extension(name, local_part(parameter))
+
+
+def check_extension(name: str, local: torch.Tensor) -> None:
+    """Raise ConfigError for a tensor that has its say in FSDP2's all-gathers, as float8 weights of torchao do.
+
+    Args:
+        local: what this rank holds of the parameter of that name.
+    """
+    if hasattr(local, "fsdp_pre_all_gather"):
+        raise ConfigError(
+            f"{name}, a {type(local).__name__}, has fsdp_pre_all_gather, which would not be called: all-gathers are a "
+            "part of compiled graphs, and send values in the param_dtype of mp_policy or as they are. Use a plain "
+            "tensor without it, or pass it in ignored_params"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,24 +124,26 @@ def remove_input_casts(module: nn.Module) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class CastInputs:
-    """A forward pre-hook."""
+    """A forward pre-hook; while `is_full`, it casts nothing."""
 
     dtype: torch.dtype
+    is_full: bool = False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _cast(args, self.dtype), _cast(kwargs, self.dtype)
+        return (args, kwargs) if self.is_full else (_cast(args, self.dtype), _cast(kwargs, self.dtype))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class CastOutputs:
-    """A forward hook."""
+    """A forward hook; while `is_full`, it casts nothing."""
 
     dtype: torch.dtype
+    is_full: bool = False
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _cast(output, self.dtype)
+        return output if self.is_full else _cast(output, self.dtype)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

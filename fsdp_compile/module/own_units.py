@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from ..layout.options import GradientReduction
 from ..runtime.flat_shard import Divisor, FlatShard
+from .full_precision import FullInEvaluation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,7 @@ class OwnUnits:
         reduction: how gradients become one, as the user has said.
         sums: whether collectives sum only, and a division follows.
         reductions: how many reductions may be under way at once, if the user has said.
+        full_in_evaluation: of units that cast nothing while they are in evaluation mode, what they cast otherwise.
         unsharded: the full parameters, between `unshard` and `reshard`.
     """
 
@@ -85,6 +87,7 @@ class OwnUnits:
     reduction: GradientReduction
     sums: bool = False
     reductions: int | None = None
+    full_in_evaluation: list[FullInEvaluation] = dataclasses.field(default_factory=list)
     unsharded: Unsharded | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,6 +107,7 @@ class OwnUnits:
             names=list(self.names),
             shards=[memo[id(shard)] for shard in self.shards],
             divisors=[memo[id(divisor)] for divisor in self.divisors],
+            full_in_evaluation=copy.deepcopy(self.full_in_evaluation, memo),
             unsharded=None,
         )
 
@@ -130,6 +134,16 @@ class OwnUnits:
                 f"{', '.join(names)} of a unit that was unsharded by hand has a gradient, which is of this rank only "
                 "and lost: compute with parameters in a forward, or in a method of register_fsdp_forward_method"
             )
+
+    def prepare(self) -> None:
+        """Before a forward: sharded parameters are in their places, and units have the casts of their mode."""
+        self.reshard_for_call()
+        self.choose_casts()
+
+    def choose_casts(self) -> None:
+        """Have the casts that the modes of the units ask for now."""
+        for each in self.full_in_evaluation:
+            each.prepare(self.shards)
 
     def reshard_for_call(self) -> None:
         """As `reshard`, but RuntimeError if the call would not see what was written to the full parameters."""

@@ -125,11 +125,15 @@ def install_reads(
             vars(module)["_flat_weights"] = []  # hidden by the property of its new class
 
 
-def local_reads(model: nn.Module) -> list[tuple[nn.Parameter | None, LocalRead]]:
-    """What a single rank reads in another dtype, or on another device, with how it does."""
+def local_reads(model: nn.Module, *, recurse: bool = True) -> list[tuple[nn.Parameter | None, LocalRead]]:
+    """What a single rank reads in another dtype, or on another device, with how it does.
+
+    Args:
+        recurse: whether in modules below, too.
+    """
     return [
         (module._parameters[name], read)
-        for module in model.modules()
+        for module in (model.modules() if recurse else [model])
         for name, read in vars(module).get("_fsdp_reads", {}).items()
         if isinstance(read, LocalRead)
     ]

@@ -162,7 +162,8 @@ def _saved_own(own: OwnUnits, sharding: Sharding) -> tuple[Any, ...]:
     """What `OwnUnits` takes, with the numbers of shards and the parameters of divisors in their places."""
     shards = [sharding.shards.index(shard) for shard in own.shards]
     divided = [parameter for parameter, divisor in sharding.divisors.items() if divisor in own.divisors]
-    return own.modules, own.names, shards, divided, own.reduction, own.sums, own.reductions
+    rest = own.reduction, own.sums, own.reductions, own.full_in_evaluation
+    return own.modules, own.names, shards, divided, *rest
 
 
 def load(saved: Saved, flats: list[torch.Tensor], tensors: list[torch.Tensor]) -> tuple[nn.Module, list[OwnUnits]]:

@@ -169,7 +169,7 @@ class Sharding(Shards):
         """Before a forward of `module`: parameters are views of their shards, and gradients will have a place to go."""
         self.refuse_if_summoned("the model")
         for own in self.owns:
-            own.reshard_for_call()
+            own.prepare()
         if self.post_optim_event is not None:
             self.post_optim_event.wait()
             self.post_optim_event = None

@@ -17,6 +17,7 @@ def start_unsharding(own: OwnUnits) -> Unsharded:
     """Start gathering the units; what is returned is theirs, and to be waited for."""
     if own.unsharded is not None:
         return own.unsharded
+    own.choose_casts()
     for shard in own.shards:
         if shard.data.is_meta:
             raise RuntimeError(
@@ -36,7 +37,7 @@ def start_unsharding(own: OwnUnits) -> Unsharded:
 def _start(shard: FlatShard) -> Callable[[], torch.Tensor]:
     """Start the all-gather of a bucket, as a forward would; what waits for it."""
     layout, num_ranks, group = shard.layout, shard.layout.shards.size, shard.layout.shards.group
-    flat = shard.data.detach().to(shard.mesh.device_type).to(layout.param_dtype or shard.data.dtype)
+    flat = shard.data.detach().to(shard.mesh.device_type).to(layout.casts[0] or shard.data.dtype)
     if num_ranks == 1:
         return lambda: flat
     what = f"the gather of all of {layout.bucket}"

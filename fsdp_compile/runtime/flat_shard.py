@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from ..layout.buckets import Layout, Slot
+from ..layout.buckets import Layout, Slot, check_extension
 from ..layout.distribution import local_part
 from .accumulation import Accumulation
 from .agreement import Agreement, agreement_of
@@ -193,7 +193,8 @@ class FlatShard:
         `to_empty`, `.to(dtype)` or `load_state_dict(assign=True)` give the parameters storage of their own.
 
         Raises:
-            ConfigError: a parameter was replaced by something that cannot take its place in the shard.
+            ConfigError: a parameter was replaced by something that cannot take its place in the shard, or would not be
+                gathered as its tensor says.
         """
         self.received.clear()  # what a backward noted that ended in an exception
         if self._is_as_it_was():
@@ -244,6 +245,7 @@ class FlatShard:
             )
         if local_tensor(found).shape != local_tensor(known).shape:
             raise ConfigError(f"{slot.parameter} was replaced by a DTensor with the rows of another rank")
+        check_extension(slot.parameter, local_tensor(found))
         return found
 
     @property

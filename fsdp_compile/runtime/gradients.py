@@ -92,7 +92,8 @@ def reduce_leftovers(sharding: Shards) -> None:
 def _reduce_leftover(shard: FlatShard) -> None:
     accumulation, layout, data = shard.accumulation, shard.layout, shard.data
     assert accumulation is not None and accumulation.leaf.grad is not None
-    packed = accumulation.leaf.grad.to(layout.reduce_dtype or layout.param_dtype or data.dtype)
+    param_dtype, reduce_dtype = layout.casts
+    packed = accumulation.leaf.grad.to(reduce_dtype or param_dtype or data.dtype)
     offsets, doubtful = set(accumulation.offsets), sorted(accumulation.doubtful)
     accumulation.clear()
     axes = layout.shards.size, layout.shards.group, data.dtype, data.device, layout.replicas.size, layout.replicas.group

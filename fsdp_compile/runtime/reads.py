@@ -47,14 +47,16 @@ class Read:
 
 @dataclasses.dataclass
 class LocalRead:
-    """What a single rank computes with: the parameter, in another dtype, on another device."""
+    """What a single rank computes with: the parameter, in another dtype unless `is_full`, on another device."""
 
     dtype: torch.dtype | None
     device: torch.device | None
+    is_full: bool = False
 
     def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
         parameter: Any = module._parameters[name]
-        return parameter.to(dtype=self.dtype or parameter.dtype, device=self.device or parameter.device)  # type: ignore[no-any-return]
+        dtype = parameter.dtype if self.is_full or self.dtype is None else self.dtype
+        return parameter.to(dtype=dtype, device=self.device or parameter.device)  # type: ignore[no-any-return]
 
 
 class Readable(Protocol):

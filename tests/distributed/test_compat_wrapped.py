@@ -398,3 +398,39 @@ def test_what_is_wrapped_is_wrapped_again_in_the_same_way_only(world_size):
     by_another = fully_shard(build("odd_mlp"), backend="aot_eager")
     with pytest.raises(ConfigError, match="the model is sharded already"):
         wrapped(by_another)
+
+
+class Ignoring(nn.Module):
+    """Has one layer more on the second rank, which is ignored on both."""
+
+    def __init__(self, *, is_in_between):
+        super().__init__()
+        torch.manual_seed(0)
+        first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.own = [nn.Linear(4, 4) for _ in range(dist.get_rank())]
+        self.layers = nn.Sequential(first, *self.own, last) if is_in_between else nn.Sequential(first, last, *self.own)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@on_ranks(2)
+def test_ranks_may_ignore_layers_that_others_do_not_have(world_size):
+    model = Ignoring(is_in_between=False)
+    expected = copy.deepcopy(model)
+    wrapped(model, ignored_modules=model.own)
+    x = torch.randn(8, 4)
+    assert torch.equal(model(x), expected(x))
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def sharding_what_has_other_names():
+    model = Ignoring(is_in_between=True)
+    with pytest.raises(RankError, match="layers.1.weight(.|\n)*layers.2.weight"):
+        wrapped(model, ignored_modules=model.own)
+
+
+def test_ranks_that_shard_parameters_of_other_names_are_refused():
+    """As they would be if they had the same shapes by chance: each rank would hold a part of another parameter."""
+    run_until_parted(2, sharding_what_has_other_names)

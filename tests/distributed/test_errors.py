@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_compile import ConfigError, fsdp_compile, rewrite, shard
 from fsdp_compile.compat import fully_shard
@@ -61,6 +63,32 @@ def test_an_integer_parameter_that_requires_sharding(front_end):
     model = build("odd_mlp")
     model.layers[2].table = nn.Parameter(torch.zeros(6, dtype=torch.int8), requires_grad=False)
     refuses(model, "layers.2.table int8 floating", front_end)
+
+
+@front_ends
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_a_parameter_that_has_its_say_in_the_all_gather(front_end, is_distributed, monkeypatch):
+    """As float8 weights of torchao have."""
+    monkeypatch.setattr(TwoTensor, "fsdp_pre_all_gather", lambda *_: None, raising=False)
+    model, weight = build("odd_mlp"), TwoTensor(torch.ones(7, 5), torch.ones(7, 5))
+    if is_distributed:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        weight = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
+    model.layers[0].weight = nn.Parameter(weight)
+    with refused("layers.0.weight TwoTensor fsdp_pre_all_gather not called ignored_params"):
+        front_end(model)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_a_shard_that_is_to_have_its_say_in_the_all_gather(mode):
+    """As torch's own tests do it, on the tensor itself."""
+    model = build("odd_mlp")
+    inputs = model.inputs(4, seed=0)
+    sharded = fsdp_compile(model, backend="aot_eager")
+    local = sharded.layers[0].weight._local_tensor
+    local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *_: None
+    with mode(), refused("layers.0.weight fsdp_pre_all_gather not called"):
+        sharded(*inputs)
 
 
 @front_ends
