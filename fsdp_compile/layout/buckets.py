@@ -144,13 +144,18 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
         check_extension(name, local_part(parameter))
 
 
+def has_extension(local: torch.Tensor) -> bool:
+    """Whether a tensor has its say in FSDP2's all-gathers."""
+    return hasattr(local, "fsdp_pre_all_gather")
+
+
 def check_extension(name: str, local: torch.Tensor) -> None:
-    """Raise ConfigError for a tensor that has its say in FSDP2's all-gathers, as float8 weights of torchao do.
+    """Raise ConfigError for a tensor that has its say in all-gathers, as float8 weights of torchao do.
 
     Args:
         local: what this rank holds of the parameter of that name.
     """
-    if hasattr(local, "fsdp_pre_all_gather"):
+    if has_extension(local):
         raise ConfigError(
             f"{name}, a {type(local).__name__}, has fsdp_pre_all_gather, which would not be called: all-gathers are a "
             "part of compiled graphs, and send values in the param_dtype of mp_policy or as they are. Use a plain "

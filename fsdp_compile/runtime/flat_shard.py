@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from ..layout.buckets import Layout, Slot, check_extension
+from ..layout.buckets import Layout, Slot, check_extension, has_extension
 from ..layout.distribution import local_part
 from .accumulation import Accumulation
 from .agreement import Agreement, agreement_of
@@ -227,7 +227,11 @@ class FlatShard:
     def _is_as_it_was(self) -> bool:
         """Whether the parameters are those that were views of `data`, and still are; most forwards find that."""
         for (module, name), parameter, view in zip(self.owners, self.parameters, self.views, strict=False):
-            if module._parameters.get(name) is not parameter or local_tensor(parameter) is not view:
+            if (
+                module._parameters.get(name) is not parameter
+                or local_tensor(parameter) is not view
+                or has_extension(view)
+            ):
                 return False
         is_trained = any(parameter.requires_grad for parameter in self.parameters)
         return bool(self.views) and is_trained == self.data.requires_grad
