@@ -53,7 +53,7 @@ def measure(world_size: int, options: argparse.Namespace, arguments: Reply, fold
             teams.failures[key] = "CUDA graphs are torch.compile's, and this is not compiled"
             continue
         inductor = {"triton.cudagraphs": True} if has_graphs else {}
-        request = {"workload": "llama", "arguments": arguments, "inductor": inductor, "fused": True}
+        request = {"workload": "llama", "arguments": arguments, "inductor": inductor, "optimizer": "adamw-fused"}
         team = one_rank(key, folder, world_size, device)
         if (replies := teams.start(key, team, {"subject": name, **request})) is not None:
             started[key] = replies[0]

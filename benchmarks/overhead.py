@@ -16,10 +16,10 @@ from typing import Any
 import harness
 from allocation import build
 from harness import BACKWARD, FORWARD, OPTIMIZER, Teams, milliseconds, one_rank, seconds_of, spread
-from subjects import SUBJECTS
+from subjects import OPTIMIZERS, SUBJECTS
 
 DEFAULT = ["single", "single-compiled", "fsdp1", "fsdp2", "fsdp2-compiled", "simple", "simple-bucketed", "fsdp_compile"]
-PARTS = {"forward": [FORWARD], "backward": [BACKWARD], "AdamW": [OPTIMIZER], "step": [FORWARD, BACKWARD, OPTIMIZER]}
+PARTS = {"forward": [FORWARD], "backward": [BACKWARD], "optimizer": [OPTIMIZER], "step": [FORWARD, BACKWARD, OPTIMIZER]}
 
 
 def cells(name: str, found: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--workload", default="stack", choices=["stack", "gpt"])
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--subjects", nargs="+", default=DEFAULT, choices=list(SUBJECTS))
+    parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20, help="of each subject in a round")
     options = parser.parse_args()
@@ -47,7 +48,8 @@ def main() -> None:
         try:
             for name in options.subjects:
                 team = one_rank(name, Path(folder), options.world_size)
-                teams.start(name, team, {"subject": name, "workload": options.workload, "arguments": {}})
+                request = {"workload": options.workload, "arguments": {}, "optimizer": options.optimizer}
+                teams.start(name, team, {"subject": name, **request})
             replies = teams.take_turns(options.rounds, {"count": options.steps})
         finally:
             teams.stop()
@@ -55,7 +57,7 @@ def main() -> None:
         name: {part: spread(seconds_of(rounds, *numbers)) for part, numbers in PARTS.items()}
         for name, rounds in replies.items()
     }
-    title = f"a step of {options.workload}, rank 0 of {options.world_size}"
+    title = f"a step of {options.workload} with {options.optimizer}, rank 0 of {options.world_size}"
     harness.show(title, [cells(name, found) for name in found], teams.failures)
 
 

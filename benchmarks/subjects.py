@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,6 +197,15 @@ SUBJECTS = {
 """fit: planned in FSDP2's memory, tight: in 0.8 of it; messages: what fsdp_compile sends, and nothing computed."""
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": partial(torch.optim.AdamW, fused=True),
+    "adamw-foreach": partial(torch.optim.AdamW, foreach=True),
+    "adamw-loop": partial(torch.optim.AdamW, foreach=False),
+    "sgd": torch.optim.SGD,
+}
+
+
 class Training:
     """A subject that trains: the same values, whatever the subject, if all ranks of a group have the same batch."""
 
@@ -207,7 +217,7 @@ class Training:
         *,
         memory_budget: int | None = None,
         inductor: Mapping[str, Any] | None = None,
-        fused: bool = False,
+        optimizer: str = "adamw",
     ) -> None:
         """Shard the model and take the first step; to be called by all ranks at once."""
         self.device = allocation.device
@@ -220,7 +230,7 @@ class Training:
         budget = None if subject.budget is None else int(subject.budget * memory_budget)
         begin = time.perf_counter()
         self.model = subject.shard(Case(model, self.inputs, names, hardware, budget, inductor or {}))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused or None)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), lr=1e-4)
         self.step()
         self.first_step = time.perf_counter() - begin
 
