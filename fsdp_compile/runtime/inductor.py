@@ -234,9 +234,17 @@ def _compute_together(operations: Sequence[Any]) -> None:
 
 
 def _slice_copy(value: Any, dim: int, begin: Any, end: Any) -> Any:
+    """A copy of a strided view: torch.clone, which Python calls in half the time of an operator of torch.ops."""
     size = list(value.get_size())
     size[dim] = end - begin
-    return _call(_aten.slice_copy.Tensor, size, value, constants=(dim, begin, end))
+    if V.graph.cpp_wrapper:
+        return _call(_aten.slice_copy.Tensor, size, value, constants=(dim, begin, end))
+    storage, whole = ir.as_storage_and_layout(ir.ExternKernel.realize_input(value), freeze=True)
+    where = whole.device, whole.dtype, size
+    view = ir.FixedLayout(*where, whole.stride, whole.offset + whole.stride[dim] * begin)
+    inputs, options = [ir.ReinterpretView(data=storage, layout=view)], {"memory_format": torch.contiguous_format}
+    layout = ir.FixedLayout(*where)
+    return ir.TensorBox.create(ir.ExternKernelAlloc(layout, inputs, (), options, python_kernel_name="torch.clone"))
 
 
 def _call(kernel: Any, size: list[Any], *values: Any, constants: tuple[Any, ...]) -> Any:
