@@ -118,46 +118,49 @@ def _runs(filled: _Lists) -> list[Run]:
 class Seen:
     """What the last step of a group worked on, which most steps find again, but for the values of gradients.
 
-    It keeps no tensor alive: states may be loaded, and the model may move.
+    It keeps no tensor alive: states may be loaded, and the model may move. Nor does it refer to what users see, which
+    torch would not convert then (`torch.utils.swap_tensors`).
 
     Attributes:
         ends: how many rows the runs had up to each.
-        columns: of parameters, gradients, and each kind of state, but for gradients: what users see; and this rank's
-            parts of it. A state that there was not is None.
+        parts: columns of parameters and each kind of state, of this rank's parts; None for a state that there was not.
+        specs: the same columns: how each was sharded; None for what was not.
         versions: of the states that are numbers, as the step has left them.
         offsets: where the gradients lay in their storage.
     """
 
     ends: list[int]
-    columns: list[list[Any]]
+    parts: list[list[Callable[[], Any]]]
+    specs: list[list[Any]]
     versions: list[int]
     offsets: list[Any]
 
     @classmethod
     def of(cls, runs: list[Run]) -> Seen:
-        rows, parts = ([row for run in runs for row in each(run)] for each in (_ROWS, _PARTS))
-        columns, columns_of_parts = list(zip(*rows, strict=True)), list(zip(*parts, strict=True))
-        offsets = list(map(Tensor.storage_offset, columns_of_parts[_GRADIENT]))
-        held = [_references(column) for column in _but_gradients(columns) + _but_gradients(columns_of_parts)]
-        return cls(list(itertools.accumulate(len(run.rows) for run in runs)), held, _versions(columns), offsets)
+        columns = list(zip(*(row for run in runs for row in run.rows), strict=True))
+        parts = list(zip(*(row for run in runs for row in run.parts), strict=True))
+        return cls(
+            list(itertools.accumulate(len(run.rows) for run in runs)),
+            [[_nothing if part is None else weakref.ref(part) for part in column] for column in _but_gradients(parts)],
+            [list(map(_spec, column)) for column in _but_gradients(columns)],
+            _versions(columns),
+            list(map(Tensor.storage_offset, parts[_GRADIENT])),
+        )
 
     def runs_again(self, filled: _Lists) -> list[Run] | None:
         """The runs of another step; None if anything is not as the last one has left it."""
-        if len(filled[0]) != self.ends[-1] or not all(
-            isinstance(value, DTensor) for value in itertools.chain(*filled[:2])
-        ):
-            return None
-        if not all(map(operator.is_, *(map(_SPEC, column) for column in filled[:2]))):
-            return None
         parts = [list(map(_part, column)) for column in filled]
-        columns = _but_gradients(filled) + _but_gradients(parts)
-        if len(columns) != len(self.columns) or self.versions != _versions(filled):
+        gradients, known = parts[_GRADIENT], [map(operator.call, column) for column in self.parts]
+        if len(filled) != len(known) + 1 or len(gradients) != self.ends[-1]:
             return None
-        for column, known in zip(columns, self.columns, strict=True):
-            if not all(map(operator.is_, column, map(operator.call, known))):
+        for column, expected in zip(_but_gradients(parts), known, strict=True):
+            if not all(map(operator.is_, column, expected)):
                 return None
-        gradients = parts[_GRADIENT]
-        if self.offsets != list(map(Tensor.storage_offset, gradients)):
+        specs = [self.specs[0], *self.specs]  # a gradient is sharded as its parameter
+        for column, expected_specs in zip(filled, specs, strict=True):
+            if not all(map(operator.is_, map(_spec, column), expected_specs)):
+                return None
+        if self.versions != _versions(filled) or self.offsets != list(map(Tensor.storage_offset, gradients)):
             return None
         rows, rows_of_parts = list(zip(*filled, strict=True)), list(zip(*parts, strict=True))
         storages = list(map(id, map(_BASE, gradients)))
@@ -169,15 +172,16 @@ class Seen:
         return runs
 
 
-_ROWS, _PARTS, _SPEC, _BASE, _VERSION = map(operator.attrgetter, ("rows", "parts", "_spec", "_base", "_version"))
+_BASE, _VERSION = operator.attrgetter("_base"), operator.attrgetter("_version")
+
+
+def _spec(value: Any) -> Any:
+    """How a tensor is sharded; None for one that is not."""
+    return value._spec if isinstance(value, DTensor) else None
 
 
 def _but_gradients(columns: Sequence[Any]) -> list[Any]:
     return [*columns[:_GRADIENT], *columns[_GRADIENT + 1 :]]
-
-
-def _references(column: Sequence[Tensor | None]) -> list[Callable[[], Tensor | None]]:
-    return [_nothing if value is None else weakref.ref(value) for value in column]
 
 
 def _nothing() -> None:

@@ -116,6 +116,70 @@ def test_optimizers_of_torch_train_as_without_sharding(world_size, name):
     assert len(optimizer.state) == len(expected_optimizer.state)
 
 
+def load_its_own_state(model, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def change_the_number_of_a_state(model, optimizer):
+    number = list(optimizer.state.values())[1].get("step")
+    if number is not None:
+        number.add_(5)
+
+
+def scale_a_state(model, optimizer):
+    for name, value in list(optimizer.state.values())[1].items():
+        if name != "step":
+            optimizer.state[list(model.parameters())[1]][name] = value * 2
+
+
+def scale_a_parameter(model, optimizer):
+    with torch.no_grad():
+        list(model.parameters())[0].mul_(0.5)
+
+
+def replace_a_gradient(model, optimizer):
+    parameter = list(model.parameters())[1]
+    parameter.grad = parameter.grad * 2
+
+
+def drop_a_gradient(model, optimizer):
+    list(model.parameters())[1].grad = None
+
+
+def move_and_come_back(model, optimizer):
+    model.double().float()
+
+
+CHANGES = [
+    load_its_own_state,
+    change_the_number_of_a_state,
+    scale_a_state,
+    scale_a_parameter,
+    replace_a_gradient,
+    drop_a_gradient,
+    move_and_come_back,
+]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_fused", "momentum"])
+@on_ranks(2)
+def test_a_step_sees_what_has_changed_since_the_last_one(world_size, name):
+    """Each change comes after steps that were alike, between a backward and the step, and steps follow it."""
+    expected, model = build("few_rows"), shard(build("few_rows"))
+    both = [(each, OPTIMIZERS[name](each.parameters())) for each in (expected, model)]
+    for number, change in enumerate([None, None, *CHANGES, None]):
+        for seed in (2 * number, 2 * number + 1):
+            for each, optimizer in both:
+                each(*(global_batch if each is expected else batch_of_rank)(each, seed)).backward()
+                if change is not None and seed % 2:
+                    change(each, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_parameters(model, expected)
+        for parameter, of_expected in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_same_state(both[1][1].state[parameter], both[0][1].state[of_expected])
+
+
 @pytest.mark.parametrize("name", ["adamw", "momentum"])
 @on_ranks(2)
 def test_steps_compute_with_plain_tensors(world_size, name):
