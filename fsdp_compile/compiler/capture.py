@@ -115,7 +115,7 @@ class Capture:
                 kwargs["static_input_idxs"] = partitioner.static(graph, static)
             with uncollected(), fast_matmuls(), whole_copies(), few_casts():
                 compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph, inputs)
-            compiled = below_autograd(compiled, graph.graph)
+            compiled = below_autograd(compiled)
             return self._noting(compiled, graph, partitioner) if kwargs.get("is_backward") else compiled
 
         patches = {"custom_partitioner_fn": partitioner, **self.options}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_compile import ConfigError, fsdp_compile, register_fsdp_forward_method, shard
+from fsdp_compile import ConfigError, register_fsdp_forward_method, shard
 from tests.distributed.test_modules import ReadsItsSibling, assert_trains_as
 from tests.distributed.training import (
     assert_close,
@@ -464,37 +464,6 @@ def test_parameters_are_listed_sharded_outside_of_forward(world_size, front_end)
     for parameter in [*seen, *model.parameters(), *model.layers[0].parameters()]:
         assert isinstance(parameter, DTensor)
     assert len(seen) == 5 * len(list(model.parameters()))
-
-
-LIBRARY = torch.library.Library("tests", "FRAGMENT")
-LIBRARY.define("slope(Tensor x) -> Tensor")
-
-
-@torch.library.impl(LIBRARY, "slope", "CPU")
-def slope(x):
-    """The derivative of x ** 3, by autograd inside of the operator."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        (found,) = torch.autograd.grad((leaf**3).sum(), leaf)
-    return found
-
-
-@torch.library.register_fake("tests::slope", lib=LIBRARY)
-def _(x):
-    return torch.empty_like(x)
-
-
-class Sloped(OddMlp):
-    def forward(self, x, target):
-        return super().forward(torch.ops.tests.slope(x), target)
-
-
-@on_ranks(2)
-def test_an_operator_may_use_autograd_inside(world_size):
-    """Without gradients around it: torch.compile itself has a forward with a backward run below autograd."""
-    expected, model = made(Sloped), fsdp_compile(made(Sloped))
-    with torch.no_grad():
-        assert_close(model(*batch_of_rank(model, 0)), expected(*batch_of_rank(expected, 0)))
 
 
 @both_front_ends
