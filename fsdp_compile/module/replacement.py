@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..layout.buckets import Layout, Placement, lay_out
@@ -139,6 +140,7 @@ class _Values:
 
     def __init__(self, decision: Decision, mesh: DeviceMesh) -> None:
         self.decision, self.mesh = decision, mesh
+        self.inner = distribution_mesh(decision.parameters)
         self.made: dict[tuple[nn.Module, str], torch.Tensor] = {}
 
     def of(self, original: nn.Parameter, module: nn.Module, name: str) -> torch.Tensor:
@@ -160,15 +162,20 @@ class _Values:
         return value
 
     def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """The values of the mesh's first rank, to all."""
+        """The values of the mesh's first rank, to all.
+
+        What is not distributed is the same on the ranks that hold parts of the rest, too.
+        """
         for tensor in tensors:
             if tensor is not None and not tensor.is_meta:
                 held = local_part(tensor)
                 data = held.to(self.decision.compute_device if self.decision.options.offload.is_on else held.device)
                 data = data.contiguous()
-                for dim in reversed(range(self.mesh.ndim)):  # along the first row, then from row to row
-                    group = self.mesh.get_group(dim)
-                    dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
+                inner = None if isinstance(tensor, DTensor) else self.inner
+                for mesh in (self.mesh, inner):
+                    for dim in reversed(range(mesh.ndim if mesh else 0)):  # along the first row, then from row to row
+                        group = mesh.get_group(dim)  # type: ignore[union-attr]
+                        dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
                 held.copy_(data)
 
 

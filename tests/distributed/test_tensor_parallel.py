@@ -205,6 +205,24 @@ def test_what_users_hold(world_size):
 
 
 @on_ranks(4)
+def test_every_rank_gets_the_values_of_the_first(world_size):
+    """What is distributed, from the first rank that has the same part; what is not, and buffers, from rank 0."""
+    root = root_mesh()
+    model = by_tensor(Net(), root["tp"])
+    model.register_buffer("count", torch.ones(3))
+    for tensor in (*model.parameters(), model.count):
+        tensor.data = tensor.data + dist.get_rank()
+    shard(model, root["dp"])
+    expected = Net()
+    for name, parameter in expected.named_parameters():
+        rank = torch.zeros_like(parameter)  # whose value it is
+        if name.endswith(("up.weight", "up.bias", "down.weight")):
+            rank.chunk(2, dim=int(name.endswith("down.weight")))[1].fill_(1)
+        torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter + rank)
+    torch.testing.assert_close(model.count, torch.ones(3))
+
+
+@on_ranks(4)
 def test_a_gradient_that_is_not_finite_is_told_on_every_rank(world_size):
     root = root_mesh()
     model = fsdp_compile(by_tensor(Net(), root["tp"]), root["dp"], backend="aot_eager", check_gradients=True)
