@@ -162,21 +162,23 @@ class _Values:
         return value
 
     def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """The values of the mesh's first rank, to all.
-
-        What is not distributed is the same on the ranks that hold parts of the rest, too.
-        """
+        """The values of the mesh's first rank, to all: of what is distributed, from the first that has the same part."""
         for tensor in tensors:
             if tensor is not None and not tensor.is_meta:
                 held = local_part(tensor)
                 data = held.to(self.decision.compute_device if self.decision.options.offload.is_on else held.device)
                 data = data.contiguous()
-                inner = None if isinstance(tensor, DTensor) else self.inner
-                for mesh in (self.mesh, inner):
-                    for dim in reversed(range(mesh.ndim if mesh else 0)):  # along the first row, then from row to row
-                        group = mesh.get_group(dim)  # type: ignore[union-attr]
-                        dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
+                for group in self._groups_with_same(tensor):
+                    dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
                 held.copy_(data)
+
+    def _groups_with_same(self, tensor: torch.Tensor) -> list[dist.ProcessGroup]:
+        """This rank's groups whose ranks hold the same part: along the first row of a mesh, then from row to row."""
+        groups = [self.mesh.get_group(dim) for dim in reversed(range(self.mesh.ndim))]
+        for dim in reversed(range(self.inner.ndim if self.inner is not None else 0)):
+            if not isinstance(tensor, DTensor) or tensor.placements[dim].is_replicate():
+                groups.append(self.inner.get_group(dim))  # type: ignore[union-attr]
+        return groups
 
 
 def _materialise(module: nn.Module, param_init_fn: Callable[[nn.Module], Any]) -> None:

@@ -210,8 +210,9 @@ def test_every_rank_gets_the_values_of_the_first(world_size):
     root = root_mesh()
     model = by_tensor(Net(), root["tp"])
     model.register_buffer("count", torch.ones(3))
-    for tensor in (*model.parameters(), model.count):
-        tensor.data = tensor.data + dist.get_rank()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), model.count):
+            tensor.add_(dist.get_rank())
     shard(model, root["dp"])
     expected = Net()
     for name, parameter in expected.named_parameters():
