@@ -162,7 +162,7 @@ class _Values:
         return value
 
     def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """The values of the mesh's first rank, to all: of what is distributed, from the first that has the same part."""
+        """The values of the mesh's first rank, to all; of what is distributed, from the first with the same part."""
         for tensor in tensors:
             if tensor is not None and not tensor.is_meta:
                 held = local_part(tensor)
