@@ -97,7 +97,7 @@ def end_runs(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         pairs = [pair for run in runs for pair in run.numbers()]
         if pairs:
             torch._foreach_copy_([other for _, other in pairs], [first for first, _ in pairs])
-        vars(optimizer)["_fsdp_seen"][group] = Seen.of(runs)
+        vars(optimizer)["_fsdp_seen"][group] = Seen.of(runs) if all(run.is_sharded for run in runs) else None
     running.clear()
 
 
@@ -116,7 +116,7 @@ def _runs(filled: _Lists) -> list[Run]:
 
 @dataclasses.dataclass
 class Seen:
-    """What the last step of a group worked on, which most steps find again, but for the values of gradients.
+    """What the last step of sharded parameters worked on; most steps find it again, but for the values of gradients.
 
     It keeps no tensor alive: states may be loaded, and the model may move. Nor does it refer to what users see, which
     torch would not convert then (`torch.utils.swap_tensors`).
@@ -161,6 +161,8 @@ class Seen:
             if not all(map(operator.is_, map(_spec, column), expected_specs)):
                 return None
         if self.versions != _versions(filled) or self.offsets != list(map(Tensor.storage_offset, gradients)):
+            return None
+        if not all(map(Tensor.is_contiguous, gradients)):
             return None
         rows, rows_of_parts = list(zip(*filled, strict=True)), list(zip(*parts, strict=True))
         storages = list(map(id, map(_BASE, gradients)))
@@ -216,6 +218,10 @@ class Run:
         self.rows, self.parts, self.is_joined = rows, parts, is_joined
         self.parameter: Tensor = parts[0][0]
         self.numel: int = sum(part[0].numel() for part in parts)
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.rows[0][0], DTensor)
 
     def take(self, row: _Row, parts: _Row) -> bool:
         """Add a row, if its parameter is small and can be updated with the others."""
@@ -274,7 +280,7 @@ class Run:
         Args:
             states: the optimizer's, of each parameter.
         """
-        if not isinstance(self.rows[0][0], DTensor):
+        if not self.is_sharded:
             return
         # SGD notes momentum as the state of what it was given.
         for name, state in states.pop(self.parameter, {}).items():
