@@ -72,6 +72,9 @@ def test_every_method_of_torch_has_its_signature():
 def test_fully_shard_has_the_parameters_of_torch():
     ours, theirs = inspect.signature(compat.fully_shard).parameters, inspect.signature(fully_shard_of_torch).parameters
     assert set(theirs) <= set(ours)
+
+
+def test_dp_mesh_dims_is_refused():
     with pytest.raises(ConfigError, match="dp_mesh_dims: parameters that are DTensors on the whole mesh"):
         compat.fully_shard(nn.Linear(2, 2), dp_mesh_dims=("dp",))
 
