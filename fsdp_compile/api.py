@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
@@ -17,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 from .backend import CompileAs
 from .compiler.capture import capture_only, inductor_options
 from .compiler.options import CompileConfig
-from .costs.calibrate import calibrate
-from .costs.hardware import Hardware, hardware_of_gpu
+from .costs.at_hand import hardware_at_hand
+from .costs.hardware import Hardware
 from .environment import initialise_from_environment, local_world_size
 from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
@@ -42,7 +41,7 @@ from .module.reading import reading_copy
 from .module.replacement import shard_parameters
 from .module.sharded_module import become_sharded
 from .module.sharding import leeway_of, note_sharding, pipeline_of, sharding_of
-from .options import Options, taken, takes
+from .options import Options, options_of, taken, takes
 from .passes import metadata
 from .planning.step_plans import Goal, Planner
 from .planning.strategies import (
@@ -110,9 +109,10 @@ def fsdp_compile(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: 
             optimizer with two states, and implies fullgraph: what other graphs hold would not be counted.
         hardware: what the schedule is planned for: a name of `costs.HARDWARE`, a profile that `calibrate` wrote, or a
             description. With it (or a budget) units are gathered together, early, and kept between forward and backward
-            as the cost model says is fastest; without a budget, within the memory that it has. None is the GPU at hand
-            if only a budget or "auto" is given, and is measured where that is not known, by all ranks, in a few
-            seconds.
+            as the cost model says is fastest; without a budget, within the memory that it has. "auto" is the hardware
+            at hand: a GPU that is known by its name, or else what all ranks measure in a few seconds, once (see
+            `fsdp_compile.costs.at_hand`); without a budget, its plans hold no more than the schedule without a plan.
+            None plans for the hardware at hand if a budget or sharding_strategy="auto" asks for it.
         example_inputs: the positional arguments of a call, which sharding_strategy="auto" is chosen for: a tuple or
             list, or the only tensor. Tensors may be on the meta device; nothing is computed with them.
 
@@ -121,9 +121,10 @@ def fsdp_compile(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: 
 
     Raises:
         ConfigError: an argument or the model asks for something that is not supported; the model is untouched.
+        TypeError: there is no such argument.
     """
     arguments["options"] = inductor_options(arguments.get("options"))
-    config, options = taken(CompileConfig, arguments), Options(**arguments)
+    config, options = taken(CompileConfig, arguments), options_of("fsdp_compile", arguments)
     _shard(model, mesh, options)
     compile_as = CompileAs(config if options.memory_budget is None else dataclasses.replace(config, fullgraph=True))
     compile_as(model)
@@ -138,7 +139,7 @@ def shard(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: Any) ->
     `torch.compile(model, backend="fsdp")` compiles it to the graphs that `fsdp_compile` makes. The arguments are those
     of `fsdp_compile`; the ones about the schedule take effect when the model is compiled.
     """
-    return _shard(model, mesh, Options(**arguments))
+    return _shard(model, mesh, options_of("shard", arguments))
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.Module:
@@ -200,8 +201,9 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
     check_distributed(decision.parameters, resolved)
     decision = dataclasses.replace(decision, mesh=resolved, is_alone=is_given and resolved is None)
     schedule = decision.schedule
-    if schedule.memory_budget is not None and schedule.hardware is None:
-        hardware = _hardware_at_hand(decision.compute_device, resolved, local_world_size())
+    is_at_hand = schedule.memory_budget is not None or (schedule.is_at_hand and resolved is not None)
+    if is_at_hand and schedule.hardware is None:
+        hardware = hardware_at_hand(decision.compute_device, resolved, local_world_size())
         decision = dataclasses.replace(decision, schedule=dataclasses.replace(schedule, hardware=hardware))
     return decision
 
@@ -223,7 +225,7 @@ def _choose(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> tupl
     if resolved is None:
         return mesh, chosen, "a single rank shards nothing, by any strategy."
     if hardware is None:
-        hardware = _hardware_at_hand(compute_device(device, resolved), resolved, local_world_size())
+        hardware = hardware_at_hand(compute_device(device, resolved), resolved, local_world_size())
     ranks_per_node = local_world_size() or hardware.ranks_per_node
     shape: Any = resolved.size() if resolved.ndim == 1 else tuple(resolved.shape)
     goal = Goal(hardware, options.schedule.memory_budget, "inductor")
@@ -250,16 +252,6 @@ def _inputs_on(device: torch.device, example_inputs: Any) -> tuple[Any, ...]:
     if device.type == "meta":  # it will be traced as for the CPU
         inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), inputs)
     return off_meta(inputs, "cpu" if device.type == "meta" else device)  # type: ignore[no-any-return]
-
-
-def _hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, ranks_per_node: int | None) -> Hardware:
-    """The GPU at hand, or what is measured. Every rank of the mesh calls this."""
-    hardware = hardware_of_gpu() if device.type == "cuda" else None
-    if hardware is None:
-        if mesh is not None and mesh.size() != dist.get_world_size():
-            raise ConfigError("planning for a part of the ranks needs hardware=: only all of them can be measured")
-        hardware = calibrate(device, ranks_per_node=ranks_per_node or 1)
-    return hardware
 
 
 _NOT_OF_GRAPHS = (
@@ -297,6 +289,8 @@ def rewrite(
     """
     options = taken(Options, kwargs := {"collective_lowering": "packed", **kwargs}, _NOT_OF_GRAPHS)
     hardware = options.schedule.hardware
+    if options.schedule.is_at_hand:
+        raise ConfigError("hardware='auto' is what ranks run on, and rewrite has none: name the hardware")
     if is_auto(options.collective_lowering) and hardware is None:
         raise ConfigError("collective_lowering='auto' depends on a process group: choose 'packed' or 'grouped'")
     if options.memory_budget is not None and hardware is None:

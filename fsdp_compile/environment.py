@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,11 @@ def is_first_rank() -> bool:
 def local_world_size() -> int | None:
     """How many ranks torchrun has started on this host, if it has."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
+
+
+def user_cache() -> Path:
+    """Where this user's caches of ours are: below XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_compile"
 
 
 def initialise_from_environment(device: torch.device) -> None:

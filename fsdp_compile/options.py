@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -141,3 +142,14 @@ def takes(*kinds: type, without: Sequence[str] = (), **defaults: Any) -> Callabl
 def taken(kind: type[_T], given: dict[str, Any], without: Sequence[str] = ()) -> _T:
     """The options that are among the arguments `given`; they are removed from those."""
     return kind(**{name: given.pop(name) for name in _spelled(kind, without) if name in given})
+
+
+def options_of(function: str, given: dict[str, Any]) -> Options:
+    """The options that are the arguments `given`; TypeError for one that the function has not."""
+    known = _spelled(Options, ())
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            meant = f": did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{meant}")
+    return Options(**given)

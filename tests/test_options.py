@@ -193,3 +193,14 @@ def test_an_iterator_serves_every_strategy_that_is_tried():
     found = rewrite(model, torch.ones(1, 64), auto_wrap_policy=iter(["0", "1"]), **options)
     assert str(found) == str(rewrite(model, torch.ones(1, 64), auto_wrap_policy=["0", "1"], **options))
     assert "all_gather(0" in str(found)
+
+
+@pytest.mark.parametrize("function", [fsdp_compile, shard])
+def test_a_misspelled_option_is_told_what_may_be_meant(function):
+    model = nn.Linear(3, 3)
+    before = everything_of(model)
+    with pytest.raises(
+        TypeError, match=rf"^{function.__name__}\(\) .*'shardingstrategy': did you mean 'sharding_strategy'"
+    ):
+        function(model, shardingstrategy="FULL_SHARD")
+    assert everything_of(model) == before

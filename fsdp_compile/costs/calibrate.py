@@ -23,7 +23,9 @@ from ..runtime.inductor import onednn_is_faster, onednn_mm
 from .hardware import Hardware, Link
 
 _SIZES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes of messages
-_REPEATS = 15
+_REPEATS = 15  # of a call, unless that takes longer than
+_SECONDS = 0.12
+_FEWEST = 3
 _NUM_ACTIVATIONS = 16
 _NUM_GATHERS = 3  # that run while contention is measured
 _NUM_OVERLAPS = 5
@@ -37,18 +39,23 @@ _Send = Callable[[int, dist.ProcessGroup, torch.device], Callable[[], torch.Tens
 def calibrate(device: torch.device, *, name: str = "measured", ranks_per_node: int = 1) -> Hardware:
     """The profile of this machine, or of the cluster if a process group is initialised; every rank calls it."""
     with phase("measuring the hardware"):
-        return _measured(device, name, ranks_per_node)
+        hardware = _compute(device, name, ranks_per_node)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            hardware = _of_first_rank(_communication(device, hardware), device)
+        return hardware
 
 
-def _measured(device: torch.device, name: str, ranks_per_node: int) -> Hardware:
-    hardware = _compute(device, name, ranks_per_node)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        hardware = _communication(device, hardware)
-        profiles = [hardware]
-        dist.broadcast_object_list(profiles, device=device)
-        hardware = profiles[0]
-        check_same(hardware)
-    return hardware
+def calibrate_network(device: torch.device, hardware: Hardware) -> Hardware:
+    """The profile with what is between the ranks measured anew; every rank calls it, with the same profile."""
+    with phase("measuring the network"):
+        return _of_first_rank(_communication(device, hardware), device)
+
+
+def _of_first_rank(hardware: Hardware, device: torch.device) -> Hardware:
+    profiles = [hardware]
+    dist.broadcast_object_list(profiles, device=device)
+    check_same(profiles[0])
+    return profiles[0]
 
 
 def check_same(hardware: Hardware, group: dist.ProcessGroup | None = None) -> None:
@@ -308,13 +315,15 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     begin = time.perf_counter()
     call()
     _synchronize(device)
-    count = max(1, min(100, int(2e-3 / max(time.perf_counter() - begin, 1e-7))))
+    once = max(time.perf_counter() - begin, 1e-7)
+    count = max(1, min(100, int(2e-3 / once)))
+    repeats = max(_FEWEST, min(_REPEATS, int(_SECONDS / (count * once))))
     if dist.is_initialized():
-        counts = [count]
+        counts = [count, repeats]
         dist.broadcast_object_list(counts, device=device)  # collectives need the same number of calls everywhere
-        count = counts[0]
+        count, repeats = counts
     found = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         begin = time.perf_counter()
         for _ in range(count):
             call()

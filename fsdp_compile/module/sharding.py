@@ -98,10 +98,15 @@ class Sharding(Shards):
 
     def planner(self, compiler: CompileConfig) -> Planner | None:
         """What plans this model's graphs; None if their schedule follows from the options. As `pipeline` otherwise."""
-        if self.schedule.hardware is None:
+        if (hardware := self.schedule.hardware) is None:
             return None
         leeway = leeway_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
-        goal = Goal(self.schedule.hardware, self.schedule.memory_budget, compiler.backend)  # type: ignore[arg-type]
+        goal = Goal(
+            hardware,
+            self.schedule.memory_budget,
+            compiler.backend,  # type: ignore[arg-type]
+            is_within_plain=self.schedule.is_at_hand and self.schedule.memory_budget is None,
+        )
 
         agreement = self.agreement
 

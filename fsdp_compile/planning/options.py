@@ -38,6 +38,8 @@ class ScheduleConfig:
         collective_lowering: "packed", "grouped", or "auto" (grouped on NCCL, packed elsewhere; a plan chooses).
         memory_budget: bytes that a rank may hold during a step; None for no promise.
         hardware: what plans are made for; None leaves the schedule to the options above.
+        is_at_hand: whether plans are made for what the ranks run on, once there are any. Unless there is a budget, they
+            hold no more than the schedule without a plan.
         passes: the user's, which run on the graphs once they are in order.
         poison: whether freed buffers are filled with NaN, to show that nothing reads them.
         pin_memory: whether offloaded gradients are copied to pinned memory.
@@ -55,6 +57,7 @@ class ScheduleConfig:
     forward_lists: tuple[PrefetchList, ...] = ()
     backward_lists: tuple[PrefetchList, ...] = ()
     reductions: int | None = None
+    is_at_hand: bool = False
 
     @classmethod
     def of(
@@ -72,6 +75,7 @@ class ScheduleConfig:
     ) -> ScheduleConfig:
         """The configuration from the user's arguments; raises ConfigError for what they cannot mean."""
         check_choice("collective_lowering", collective_lowering, _LOWERINGS)
+        is_at_hand = isinstance(hardware, str) and hardware == "auto"
         return cls(
             _reshard(reshard_after_forward),
             _distance("forward_prefetch", forward_prefetch, {}),
@@ -82,10 +86,11 @@ class ScheduleConfig:
             ),
             str(collective_lowering),
             num_bytes_of(memory_budget),
-            None if hardware is None else find_hardware(hardware),
+            None if hardware is None or is_at_hand else find_hardware(hardware),
             _passes(passes),
             poison,
             pin_memory,
+            is_at_hand=is_at_hand,
         )
 
     def by_strategy(self, strategy: ShardingStrategy) -> ScheduleConfig:

@@ -39,11 +39,13 @@ class Goal:
     Attributes:
         memory_budget: bytes that a rank may hold during a step; None for all that the hardware has.
         compiler: what compiles the graphs; see `costs.nodes.Compiler`.
+        is_within_plain: whether the peak may be no higher than without a plan.
     """
 
     hardware: Hardware
     memory_budget: int | None
     compiler: Compiler
+    is_within_plain: bool = False
 
     @property
     def limit(self) -> int:
@@ -88,18 +90,21 @@ def find_plan(draft: Draft, leeway: Leeway, goal: Goal) -> Found:
     Raises:
         ConfigError: no plan fits into a memory budget. Without one, what needs least is returned.
     """
-    program = _Program(draft, leeway, goal)
+    program = _Program(draft, leeway, goal, goal.limit)
+    plain = program.found(None)
+    limit = plain.peak if goal.is_within_plain else goal.limit
+    program = dataclasses.replace(program, limit=limit)
     step = program.step(None)
-    best = step.best(goal.limit)
-    candidates = [program.found(None), *program.planned(step, best, None)]
-    if leeway.activations and _is_short(step, best, candidates, goal):
+    best = step.best(limit)
+    candidates = [plain, *program.planned(step, best, None)]
+    if leeway.activations and not goal.is_within_plain and _is_short(step, best, candidates, limit):
         for activations in _ACTIVATIONS:
             step = program.step(activations)
-            seconds = [found.prediction.seconds for found in candidates if found.peak <= goal.limit]
+            seconds = [found.prediction.seconds for found in candidates if found.peak <= limit]
             if step.compute >= min(seconds, default=math.inf):
                 break  # what is computed again costs more than memory would gain; with fewer activations, even more
-            candidates += program.planned(step, step.best(goal.limit), activations)
-    fitting = [found for found in candidates if found.peak <= goal.limit]
+            candidates += program.planned(step, step.best(limit), activations)
+    fitting = [found for found in candidates if found.peak <= limit]
     if fitting:
         fastest = min(found.prediction.seconds for found in fitting)
         return min((found for found in fitting if found.prediction.seconds <= SAME * fastest), key=lambda f: f.peak)
@@ -111,11 +116,12 @@ def find_plan(draft: Draft, leeway: Leeway, goal: Goal) -> Found:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """What is planned: its graphs for any plan, and what for."""
+    """What is planned: its graphs for any plan, what for, and the bytes that a peak may have."""
 
     draft: Draft
     leeway: Leeway
     goal: Goal
+    limit: int
 
     def step(self, activations: float | None) -> StepChains:
         """What plans with this activation memory budget are made from."""
@@ -135,11 +141,11 @@ class _Program:
             best: the step's best plan within the limit.
         """
         tried: list[Found] = []
-        limit = self.goal.limit
+        limit = self.limit
         while best is not None:
             plan = dataclasses.replace(best.plan, activations=activations)
             tried.append(self.found(plan))
-            excess = tried[-1].peak - self.goal.limit
+            excess = tried[-1].peak - self.limit
             if excess <= 0:
                 reduced = self._reduced(tried[-1], plan) if step.has_reductions else ()
                 kept = list(self._kept(step, plan, limit))
@@ -170,9 +176,9 @@ class _Program:
                 yield self.found(dataclasses.replace(found.plan, forward=(), backward=()))
 
 
-def _is_short(step: StepChains, best: Estimate | None, candidates: Sequence[Found], goal: Goal) -> bool:
+def _is_short(step: StepChains, best: Estimate | None, candidates: Sequence[Found], limit: int) -> bool:
     """Whether there would be a faster plan with more memory; `best` is within the limit."""
-    if best is None or not any(found.peak <= goal.limit for found in candidates):
+    if best is None or not any(found.peak <= limit for found in candidates):
         return True
     unlimited = step.best(sys.maxsize)
     return unlimited is not None and best.seconds > SAME * unlimited.seconds
@@ -203,7 +209,7 @@ class Planner:
             self.plans[program] = StepPlan.from_json(made) if made else None
         plan = self.plans[program]
         if self.goal.memory_budget is not None:
-            found = _Program(draft, self.leeway, self.goal).found(plan)
+            found = _Program(draft, self.leeway, self.goal, self.goal.limit).found(plan)
             if found.peak > self.goal.limit:
                 raise ConfigError(_what_is_missing(found, self.goal))
         return plan

@@ -1,6 +1,7 @@
 """Compilations: how often Dynamo broke the graph of a model or compiled it again, and why.
 
-Both make steps slow in silence. The counters that are read, and what Dynamo calls when it begins to compile and when it
+Both make steps slow in silence. Hooks that are registered on a module later are a reason to compile again, though they
+are none for torch.compile, which does not call them: the model is still the user's object, and does what it does. The counters that are read, and what Dynamo calls when it begins to compile and when it
 ends, are private, as of torch 2.11 to 2.15.
 """
 
@@ -14,7 +15,9 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, get_compilation_metrics
 
@@ -98,11 +101,12 @@ def _brief(why: str) -> str:
 
 
 class _Called(threading.local):
-    """Which model this thread calls, and what was being handled when Dynamo began to compile."""
+    """Which model this thread calls, and what holds while Dynamo compiles for it."""
 
     model: str | None = None
     is_tracing = False
     handled: BaseException | None = None
+    guarding_hooks: Any = None
 
 
 _called = _Called()
@@ -124,11 +128,14 @@ def _saying(model: str) -> Iterator[None]:
 def _begin(*_: object) -> None:
     if _called.model is not None and not _called.is_tracing:
         _called.is_tracing, _called.handled = True, sys.exc_info()[1]
+        _called.guarding_hooks = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+        _called.guarding_hooks.__enter__()
         progress.begin("tracing", of=_called.model)
 
 
 def _end(*_: object) -> None:
     if _called.is_tracing:
         _called.is_tracing = False
+        _called.guarding_hooks.__exit__(None, None, None)
         error = sys.exc_info()[1]
         progress.end(None if error is _called.handled else error)

@@ -16,10 +16,11 @@ from tests.distributed.training import (
     batch_of_rank,
     both_front_ends,
     first_rows,
+    global_batch,
     saved_and_loaded,
     sgd,
 )
-from tests.models import ConvNet, OddMlp, Regression, ScaledInBackward, made
+from tests.models import ConvNet, OddMlp, Regression, ScaledInBackward, build, made
 from tests.ranks import on_ranks
 
 
@@ -365,3 +366,25 @@ def test_a_sharded_part_of_a_plain_model(world_size, front_end):
     expected(*batch).backward()
     model(*batch).backward()
     assert_same_gradients(model, expected)
+
+
+@both_front_ends
+@on_ranks(2)
+def test_hooks_that_come_after_the_first_call_and_go_again(world_size, front_end):
+    model, expected = front_end(build("odd_mlp")), build("odd_mlp")
+    seen = {id(model): [], id(expected): []}
+    for step, has_hooks in enumerate([False, True, False, True]):
+        for found, batch in ((model, batch_of_rank(model, step)), (expected, global_batch(expected, step))):
+            handles = []
+            if has_hooks:
+                layer, note = found.layers[2], seen[id(found)].append
+                handles += [
+                    layer.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+                    layer.register_forward_hook(lambda module, args, out: out.abs()),
+                    layer.register_full_backward_hook(lambda module, inner, outer, note=note: note(len(inner))),
+                ]
+            found(*batch).backward()
+            for handle in handles:
+                handle.remove()
+        assert_same_gradients(model, expected)
+    assert seen[id(model)] == seen[id(expected)] == [1, 1]

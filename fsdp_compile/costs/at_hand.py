@@ -1,0 +1,112 @@
+"""The hardware at hand: what the ranks run on, by its name or as it was measured.
+
+A GPU that is described is known by its name. Other machines are measured by all ranks, once: the profile is kept in the
+user's cache, by processor, number of ranks and versions. What joins several hosts is measured at each start, since the
+same machines may be joined by another network the next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..environment import user_cache
+from ..errors import ConfigError
+from ..runtime.agreement import agreement_of
+from ..runtime.comparison import Line
+from .calibrate import calibrate, calibrate_network
+from .hardware import Hardware, hardware_of_gpu
+
+
+def hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, ranks_per_node: int | None) -> Hardware:
+    """What the ranks of the mesh run on. Every one of them calls this.
+
+    Args:
+        device: what the forward runs on.
+        ranks_per_node: None where nobody has said so; then each rank counts as a host of its own.
+
+    Raises:
+        ConfigError: the hardware is neither described nor kept, and the mesh has not all of the ranks.
+    """
+    found = hardware_of_gpu() if device.type == "cuda" else None
+    if found is not None:
+        return found
+    ranks_per_node = ranks_per_node or 1
+    path = _path_of(_description(device, ranks_per_node))
+    agreement = agreement_of(mesh)
+    statement = [Line("options: planning for the hardware at hand")]
+    kept = _kept(path) if agreement is None else agreement.decided_by_first(statement, lambda: _kept(path))
+    if mesh is not None and mesh.size() != dist.get_world_size():
+        if not kept:
+            raise ConfigError("planning for a part of the ranks needs hardware=: only all of them can be measured")
+        return Hardware.from_json(kept)
+    if not kept:
+        hardware = calibrate(device, name=_name(device), ranks_per_node=ranks_per_node)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _keep(path, hardware)
+        return hardware
+    hardware = Hardware.from_json(kept)
+    spans_hosts = mesh is not None and mesh.size() > ranks_per_node
+    return calibrate_network(device, hardware) if spans_hosts else hardware
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+
+
+def _processor() -> str:
+    """As it calls itself, where the system says so."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _description(device: torch.device, ranks_per_node: int) -> dict[str, Any]:
+    """What a profile depends on."""
+    is_distributed = dist.is_initialized()
+    return {
+        "device": _name(device),
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "ranks": dist.get_world_size() if is_distributed else 1,
+        "ranks_per_node": ranks_per_node,
+        "backend": dist.get_backend() if is_distributed else "",
+        "torch": torch.__version__,
+        "fsdp_compile": version("fsdp_compile"),
+    }
+
+
+def _path_of(description: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
+    return user_cache() / f"hardware-{digest}.json"
+
+
+def _kept(path: Path) -> str:
+    """The profile that was kept, as JSON; nothing if there is none that can be read."""
+    try:
+        return Hardware.from_json(path.read_text()).to_json()
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return ""
+
+
+def _keep(path: Path, hardware: Hardware) -> None:
+    """Write the profile, whole or not at all; where that is not possible it is measured again the next time."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(hardware.to_json() + "\n")
+        os.replace(file.name, path)
