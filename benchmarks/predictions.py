@@ -184,7 +184,7 @@ def rows_of(model: str, options: argparse.Namespace, allocation: Allocation) -> 
 def schedule_of(plan: str, hardware: Hardware) -> dict[str, Any]:
     """The options of a plan."""
     schedule = dict(PLANS[plan])
-    return {**schedule, "hardware": hardware} if schedule.pop("is_planned", False) else schedule
+    return {**schedule, "hardware": hardware if schedule.pop("is_planned", False) else False}
 
 
 # ----------------------------------------------------------------------------------------------------------

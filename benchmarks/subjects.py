@@ -162,12 +162,14 @@ class Subject:
     Attributes:
         shard: makes of a case what is called, a module with parameters for an optimizer.
         is_calibrated: whether it asks for the hardware, measured.
+        measures: whether it measures the hardware itself.
         budget: the part of FSDP2's peak that it may have; None for no limit.
         computes: whether it trains at all.
     """
 
     shard: Callable[[Case], nn.Module]
     is_calibrated: bool = False
+    measures: bool = False
     budget: float | None = None
     computes: bool = True
 
@@ -183,16 +185,19 @@ SUBJECTS = {
     "simple": Subject(simple),
     "simple-bucketed": Subject(lambda case: simple(case, BUCKETED)),
     "simple-overlap": Subject(simple_overlap, is_calibrated=True),
-    "fsdp_compile": Subject(ours),
+    "fsdp_compile": Subject(ours, measures=True),
+    "fsdp_compile-plain": Subject(partial(ours, hardware=False)),
     "fsdp_compile-planned": Subject(ours_planned, is_calibrated=True),
     "fsdp_compile-fit": Subject(ours_planned, is_calibrated=True, budget=1.0),
     "fsdp_compile-tight": Subject(ours_planned, is_calibrated=True, budget=0.8),
     "fsdp_compile-auto": Subject(
         lambda case: ours_planned(case, sharding_strategy="auto", example_inputs=case.inputs), is_calibrated=True
     ),
-    "messages": Subject(lambda case: Messages(ours(case, backend="aot_eager"), case.inputs), computes=False),
-    "fsdp_compile-packed": Subject(lambda case: ours(case, collective_lowering="packed")),
-    "fsdp_compile-grouped": Subject(lambda case: ours(case, collective_lowering="grouped")),
+    "messages": Subject(
+        lambda case: Messages(ours(case, backend="aot_eager", hardware=False), case.inputs), computes=False
+    ),
+    "fsdp_compile-packed": Subject(partial(ours, hardware=False, collective_lowering="packed")),
+    "fsdp_compile-grouped": Subject(partial(ours, hardware=False, collective_lowering="grouped")),
 }
 """fit: planned in FSDP2's memory, tight: in 0.8 of it; messages: what fsdp_compile sends, and nothing computed."""
 

@@ -13,7 +13,7 @@ The bound is the larger of the compiled single device's forward and backward, an
 (two gathers and a reduction of all parameters) at the link's rate. The host's bound adds to the compute the processor
 time that the same collectives take alone ("messages"), for on the CPU the same cores send. Memory is that of tensors
 (allocation.py): between steps, and at most. The first step includes sharding and compilation, with nothing cached; what
-is calibrated starts anew for every rate, and keeps what the first start took.
+measures the link starts anew for every rate, and keeps what the first start took.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ DEFAULT = [name for name in SUBJECTS if name not in ("fsdp_compile-packed", "fsd
 
 
 def start(teams: Teams, started: dict[str, Reply], model: str, options: argparse.Namespace, folder: Path) -> None:
-    """Start the subjects that do not run; and again those that are calibrated, for the link's present rate."""
+    """Start the subjects that do not run; and again those that measure the link, at its present rate."""
     for number, name in enumerate(options.subjects):
         subject = SUBJECTS[name]
-        if (name in teams.running or name in teams.failures) and not subject.is_calibrated:
+        depends_on_rate = subject.is_calibrated or subject.measures
+        if (name in teams.running or name in teams.failures) and not depends_on_rate:
             continue
         peak = started["fsdp2"]["peak"] if "fsdp2" in started else None
         if subject.budget is not None and peak is None:

@@ -108,11 +108,12 @@ def fsdp_compile(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: 
             planned to fit; if none does, an error when the model is first called says what is missing. It takes an
             optimizer with two states, and implies fullgraph: what other graphs hold would not be counted.
         hardware: what the schedule is planned for: a name of `costs.HARDWARE`, a profile that `calibrate` wrote, or a
-            description. With it (or a budget) units are gathered together, early, and kept between forward and backward
-            as the cost model says is fastest; without a budget, within the memory that it has. "auto" is the hardware
-            at hand: a GPU that is known by its name, or else what all ranks measure in a few seconds, once (see
-            `fsdp_compile.costs.at_hand`); without a budget, its plans hold no more than the schedule without a plan.
-            None plans for the hardware at hand if a budget or sharding_strategy="auto" asks for it.
+            description. Units are gathered together, early, and kept between forward and backward as the cost model
+            says is fastest; without a budget, within the memory that the hardware has. "auto" is the hardware at hand:
+            a GPU by its name, or what all ranks measure, once (see `fsdp_compile.costs.at_hand`); without a budget,
+            the plan holds no more than the schedule has without one. It plans nothing for a model with `passes`,
+            numbers for prefetching, or tensor parallelism. False, or None, plans nothing, unless a budget or
+            sharding_strategy="auto" asks for a plan for the hardware at hand.
         example_inputs: the positional arguments of a call, which sharding_strategy="auto" is chosen for: a tuple or
             list, or the only tensor. Tensors may be on the meta device; nothing is computed with them.
 
@@ -201,11 +202,19 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
     check_distributed(decision.parameters, resolved)
     decision = dataclasses.replace(decision, mesh=resolved, is_alone=is_given and resolved is None)
     schedule = decision.schedule
-    is_at_hand = schedule.memory_budget is not None or (schedule.is_at_hand and resolved is not None)
-    if is_at_hand and schedule.hardware is None:
-        hardware = hardware_at_hand(decision.compute_device, resolved, local_world_size())
+    is_needed = schedule.memory_budget is not None
+    if schedule.hardware is None and (is_needed or (schedule.is_at_hand and decision.is_planned_by_default)):
+        hardware = _hardware_at_hand(decision.compute_device, resolved, is_needed=is_needed)
         decision = dataclasses.replace(decision, schedule=dataclasses.replace(schedule, hardware=hardware))
     return decision
+
+
+def _hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, *, is_needed: bool = True) -> Hardware | None:
+    """What the ranks run on; None, or ConfigError if it is needed, where that is not known. Every one calls this."""
+    hardware = hardware_at_hand(device, mesh, local_world_size())
+    if hardware is None and is_needed:
+        raise ConfigError("planning for a part of the ranks needs hardware=: only all of them can be measured")
+    return hardware
 
 
 def _choose(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> tuple[DeviceMesh | None, Options, str]:
@@ -225,7 +234,8 @@ def _choose(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> tupl
     if resolved is None:
         return mesh, chosen, "a single rank shards nothing, by any strategy."
     if hardware is None:
-        hardware = hardware_at_hand(compute_device(device, resolved), resolved, local_world_size())
+        hardware = _hardware_at_hand(compute_device(device, resolved), resolved)
+        assert hardware is not None
     ranks_per_node = local_world_size() or hardware.ranks_per_node
     shape: Any = resolved.size() if resolved.ndim == 1 else tuple(resolved.shape)
     goal = Goal(hardware, options.schedule.memory_budget, "inductor")
@@ -265,7 +275,7 @@ _NOT_OF_GRAPHS = (
 """Options that decide about ranks and memory, not about graphs."""
 
 
-@takes(Options, without=_NOT_OF_GRAPHS, collective_lowering="packed")
+@takes(Options, without=_NOT_OF_GRAPHS, collective_lowering="packed", hardware=None)
 def rewrite(
     model: nn.Module,
     *args: Any,
@@ -287,10 +297,11 @@ def rewrite(
         ConfigError: as `fsdp_compile`.
         CaptureError: the call cannot be traced as one graph.
     """
-    options = taken(Options, kwargs := {"collective_lowering": "packed", **kwargs}, _NOT_OF_GRAPHS)
-    hardware = options.schedule.hardware
-    if options.schedule.is_at_hand:
+    kwargs = {"collective_lowering": "packed", "hardware": None, **kwargs}
+    if is_auto(kwargs["hardware"]):
         raise ConfigError("hardware='auto' is what ranks run on, and rewrite has none: name the hardware")
+    options = taken(Options, kwargs, _NOT_OF_GRAPHS)
+    hardware = options.schedule.hardware
     if is_auto(options.collective_lowering) and hardware is None:
         raise ConfigError("collective_lowering='auto' depends on a process group: choose 'packed' or 'grouped'")
     if options.memory_budget is not None and hardware is None:

@@ -185,7 +185,7 @@ def _common_pipeline(shardings: list[Sharding], config: CompileConfig) -> tuple[
     if any(other.pipeline()(None) != first.pipeline()(None) or other.schedule != first.schedule for other in others):
         schedules = [sharding.schedule for sharding in shardings]
         raise ConfigError(f"models that are compiled into one graph need the same schedule options, not {schedules}")
-    planner = first.planner(config)
+    planner = None if others and first.schedule.is_at_hand else first.planner(config)
     if planner is not None and others:
         raise ConfigError(
             "hardware and memory_budget plan for one model, and several are compiled into one graph: shard the module "

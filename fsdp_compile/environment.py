@@ -19,6 +19,11 @@ def poisons() -> bool:
     return value == "1"
 
 
+def hardware_by_environment() -> str | None:
+    """What the hardware at hand is taken for, FSDP_COMPILE_HARDWARE: a name or a file; "0" plans for none."""
+    return os.environ.get("FSDP_COMPILE_HARDWARE") or None
+
+
 def is_full_in_evaluation() -> bool:
     """Whether FSDP1's mixed precision is for training only: FSDP_USE_FULL_PREC_IN_EVAL=1, torch's own variable."""
     return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"

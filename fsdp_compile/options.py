@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from .checks import check_bool, check_call, listed
 from .costs.hardware import Hardware
-from .environment import poisons
+from .environment import hardware_by_environment, poisons
 from .errors import ConfigError
 from .layout.options import GradientReduction, OffloadConfig, check_strategy
 from .passes.pipeline import Pass
@@ -48,7 +48,7 @@ class Options:
     forward_prefetch: Any = "auto"
     collective_lowering: str = "auto"
     memory_budget: int | str | None = None
-    hardware: Hardware | str | None = None
+    hardware: Hardware | str | bool | None = "auto"
     example_inputs: Sequence[Any] | torch.Tensor | None = None
     ignored_params: Iterable[nn.Parameter] | None = None
     param_init_fn: Callable[[nn.Module], Any] | None = None
@@ -88,6 +88,7 @@ class Options:
             passes=self.passes,
             poison=poisons(),
             pin_memory=self.offload.pin_memory,
+            plans_by_default=hardware_by_environment() != "0",
         )
         if self.is_auto:
             check_open(self.reshard_after_forward, self.offload)

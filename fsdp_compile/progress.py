@@ -228,7 +228,7 @@ def _to_stderr(text: str) -> None:
 
 
 class _Lines:
-    """A line for each phase that takes more than a second, and for every few seconds of it."""
+    """A line at once, one for each further phase that takes more than a second, and one for every few seconds of it."""
 
     def __init__(self, write: Any) -> None:
         self._write, self._said_at, self._said = write, time.monotonic() - _UNMENTIONED, ""
@@ -236,7 +236,7 @@ class _Lines:
     def show(self, account: Account) -> None:
         text, now = account.now(), time.monotonic()
         label, _, seconds = text.rpartition(", ")
-        is_new = label != self._said and int(seconds.split()[0]) >= _UNMENTIONED
+        is_new = label != self._said and (not self._said or int(seconds.split()[0]) >= _UNMENTIONED)
         if is_new or now - self._said_at >= _SILENCE:
             self._write(text)
             self._said, self._said_at = label, now

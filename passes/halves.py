@@ -61,10 +61,20 @@ class Halves:
         _save_early(forward.graph, num_fwd_outputs)
         return cls(forward, backward, num_fwd_outputs, unshards)
 
-    def copy(self) -> Halves:
-        """The same with graphs of its own."""
-        forward, backward = (torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)) for gm in (self.forward, self.backward))
-        return dataclasses.replace(self, forward=forward, backward=backward)
+    def drafts(self) -> Halves:
+        """The same with graphs of its own, which do not run."""
+        return dataclasses.replace(self, forward=DraftModule.of(self.forward), backward=DraftModule.of(self.backward))
+
+
+class DraftModule(torch.fx.GraphModule):
+    """A copy to look at: generating its code would take longer than most passes."""
+
+    @classmethod
+    def of(cls, gm: torch.fx.GraphModule) -> DraftModule:
+        return cls(gm, copy.deepcopy(gm.graph))
+
+    def recompile(self) -> Any:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,10 @@
 Every pass is verified. `--hypothesis-profile=thorough --timeout=0` draws 2,000 of them.
 """
 
+import dataclasses
 import os
 import re
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import ConfigError, rewrite
-from fsdp_compile.costs import HARDWARE, predict
+from fsdp_compile.costs import HARDWARE, Link, predict
+from fsdp_compile.planning.step_plans import Goal
 from tests.random_models import HeadedModel, RandomModel, Tiny, TinyUnit, schedules, tiny_units, trees
 from tests.simulation import Simulation
 
@@ -53,6 +56,7 @@ DOUBLE = (
     ),
 )
 PLANNED = {"hardware": HARDWARE["h100"]}
+SLOW_LINK = dataclasses.replace(HARDWARE["h100"], name="slow link", within_node=Link(5e7, 1e-6), collective_start=1e-3)
 NORMED = ("sequence", (("adapter", 2), ("norm",), ("embedding", 2), ("residual", ("mlp", 7))))
 COUNTED = ("sum", ("counted",), ("named", "a,b", ("mlp", 3)))
 ADAPTERS = ("sequence", (("adapter", 3), ("linear", False), ("adapter", 3), ("adapter", 3)))
@@ -116,6 +120,24 @@ def test_a_random_budget_is_kept_or_refused(tree, world_size, part):
         assert re.search(r"memory_budget of .* are missing", str(e))
     else:
         assert predict(graphs, hardware).memory.peak.total <= budget
+
+
+@settings(max_examples=NUM_EXAMPLES // 10)
+@given(trees(), st.sampled_from(WORLD_SIZES), st.sampled_from([HARDWARE["h100"], SLOW_LINK]))
+def test_a_plan_for_the_hardware_at_hand_is_no_slower_and_holds_no_more(tree, world_size, hardware):
+    model = RandomModel(tree)
+    found = []
+    for planned in (True, False):
+        torch._dynamo.reset()
+        options = (
+            {"hardware": hardware, "collective_lowering": "auto"} if planned else {"collective_lowering": "grouped"}
+        )
+        with patch("fsdp_compile.api.Goal", partial(Goal, is_within_plain=True)):
+            graphs = rewrite(model, *model.inputs(2, 0), world_size=world_size, **options)
+        found.append(predict(graphs, hardware))
+    plan, plain = found
+    assert plan.seconds <= plain.seconds
+    assert plan.memory.peak.total <= plain.memory.peak.total
 
 
 @settings(max_examples=NUM_EXAMPLES // 20)

@@ -174,6 +174,7 @@ def _shard(
     backend: str,
 ) -> nn.Module:
     parts = [part for part in module.modules() if part is not module and is_sharded(part)]
+    prefetch = given["backward_prefetch"]
     mixed, param_init_fn, ignored = given["mixed_precision"], given["param_init_fn"], _parameters_of(left_alone, module)
     if param_init_fn is None:
         param_init_fn = param_init_by_reset(module, _values_on(given["device_id"]), ignored)
@@ -186,7 +187,7 @@ def _shard(
             sharding_strategy=given["sharding_strategy"],
             mp_policy=None if mixed is None else mp_policy_of(mixed, module, parts),
             offload_policy=given["cpu_offload"],
-            backward_prefetch=given["backward_prefetch"],
+            backward_prefetch="auto" if prefetch is BackwardPrefetch.BACKWARD_PRE else prefetch,
             ignored_params=ignored,
             param_init_fn=param_init_fn,
             sync_module_states=given["sync_module_states"],

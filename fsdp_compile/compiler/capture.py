@@ -29,7 +29,7 @@ from ..dependence import Paths
 from ..errors import CaptureError, ConfigError, PassError, RankError, VerifyError
 from ..graphs import Draft, RewrittenGraphs
 from ..passes import analysis, ops
-from ..passes.halves import Halves
+from ..passes.halves import DraftModule, Halves
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
@@ -142,8 +142,7 @@ class Capture:
 
     def _rewrite_inference(self, gm: torch.fx.GraphModule) -> None:
         def draft(pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
-            copied = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
-            return RewrittenGraphs.of(pipeline.draft_inference(copied))
+            return RewrittenGraphs.of(pipeline.draft_inference(DraftModule.of(gm)))
 
         with phase("rewriting"):
             plan = None if self.plan is None else self.plan(_program("inference", gm.graph), draft)
@@ -207,7 +206,7 @@ class _Splits:
         return self.found[activations]
 
     def draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
-        return RewrittenGraphs.of(*pipeline.draft_halves(self.of(activations).copy()))
+        return RewrittenGraphs.of(*pipeline.draft_halves(self.of(activations).drafts()))
 
 
 def activations_are_free() -> bool:

@@ -21,44 +21,64 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..environment import user_cache
+from ..environment import hardware_by_environment, is_first_rank, user_cache
 from ..errors import ConfigError
 from ..runtime.agreement import agreement_of
 from ..runtime.comparison import Line
 from .calibrate import calibrate, calibrate_network
-from .hardware import Hardware, hardware_of_gpu
+from .hardware import Hardware, find_hardware, hardware_of_gpu
+
+_known: dict[tuple[tuple[int, ...], Path], Hardware] = {}
+"""Of this process: what the ranks run on, by the ranks that have asked, and where the profile is kept."""
 
 
-def hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, ranks_per_node: int | None) -> Hardware:
-    """What the ranks of the mesh run on. Every one of them calls this.
+def hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, ranks_per_node: int | None) -> Hardware | None:
+    """What the ranks of the mesh (None: this one) run on; None where that is not known. Every one of them calls this.
+
+    Some of the ranks alone cannot measure it, and nobody can whose process group does not communicate. A name or a file
+    in FSDP_COMPILE_HARDWARE is taken for it, without a look.
 
     Args:
         device: what the forward runs on.
         ranks_per_node: None where nobody has said so; then each rank counts as a host of its own.
 
     Raises:
-        ConfigError: the hardware is neither described nor kept, and the mesh has not all of the ranks.
+        ConfigError: there is no such hardware as the environment names.
     """
-    found = hardware_of_gpu() if device.type == "cuda" else None
-    if found is not None:
+    named = hardware_by_environment()
+    if named not in (None, "0"):
+        return find_hardware(named)
+    found, agreement = hardware_of_gpu() if device.type == "cuda" else None, agreement_of(mesh)
+    if found is not None or (mesh is not None and agreement is None):
         return found
     ranks_per_node = ranks_per_node or 1
     path = _path_of(_description(device, ranks_per_node))
-    agreement = agreement_of(mesh)
-    statement = [Line("options: planning for the hardware at hand")]
-    kept = _kept(path) if agreement is None else agreement.decided_by_first(statement, lambda: _kept(path))
-    if mesh is not None and mesh.size() != dist.get_world_size():
-        if not kept:
-            raise ConfigError("planning for a part of the ranks needs hardware=: only all of them can be measured")
-        return Hardware.from_json(kept)
-    if not kept:
+    ranks = () if mesh is None else tuple(mesh.mesh.flatten().tolist())
+    if (ranks, path) not in _known:
+        statement = [Line("options: planning for the hardware at hand")]
+        kept = _kept(path) if agreement is None else agreement.decided_by_first(statement, lambda: _kept(path))
+        hardware = Hardware.from_json(kept) if kept else None
+        if max(1, len(ranks)) < _world_size():
+            return hardware
+        _known[ranks, path] = _measured(device, ranks_per_node, path, hardware)
+    return _known[ranks, path]
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _measured(device: torch.device, ranks_per_node: int, path: Path, kept: Hardware | None) -> Hardware:
+    """The profile as it was kept, or else as all ranks measure it; then it is kept."""
+    if kept is None:
         hardware = calibrate(device, name=_name(device), ranks_per_node=ranks_per_node)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            _keep(path, hardware)
-        return hardware
-    hardware = Hardware.from_json(kept)
-    spans_hosts = mesh is not None and mesh.size() > ranks_per_node
-    return calibrate_network(device, hardware) if spans_hosts else hardware
+    elif _world_size() > ranks_per_node:
+        hardware = calibrate_network(device, kept)
+    else:
+        hardware = kept
+    if hardware is not kept and is_first_rank():
+        _keep(path, hardware)
+    return hardware
 
 
 def _name(device: torch.device) -> str:
@@ -77,14 +97,13 @@ def _processor() -> str:
 
 def _description(device: torch.device, ranks_per_node: int) -> dict[str, Any]:
     """What a profile depends on."""
-    is_distributed = dist.is_initialized()
     return {
         "device": _name(device),
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "ranks": dist.get_world_size() if is_distributed else 1,
+        "ranks": _world_size(),
         "ranks_per_node": ranks_per_node,
-        "backend": dist.get_backend() if is_distributed else "",
+        "backend": dist.get_backend() if dist.is_initialized() else "",
         "torch": torch.__version__,
         "fsdp_compile": version("fsdp_compile"),
     }

@@ -29,6 +29,8 @@ _FEWEST = 3
 _NUM_ACTIVATIONS = 16
 _NUM_GATHERS = 3  # that run while contention is measured
 _NUM_OVERLAPS = 5
+_LONG = 0.02  # seconds of a message that is long enough
+_ALIKE = 1.25  # bandwidths within this factor are the same
 _MOST_LOST = 0.95  # of compute, while a collective runs
 _NEVER = 1e15  # bytes/s of a link that there is none of
 
@@ -46,8 +48,16 @@ def calibrate(device: torch.device, *, name: str = "measured", ranks_per_node: i
 
 
 def calibrate_network(device: torch.device, hardware: Hardware) -> Hardware:
-    """The profile with what is between the ranks measured anew; every rank calls it, with the same profile."""
+    """The profile with what is between the ranks measured anew; every rank calls it, with the same profile.
+
+    A network that is as fast as it was, by a first look, is left as it was: plans, and what is compiled, stay the same.
+    """
     with phase("measuring the network"):
+        world = dist.group.WORLD
+        assert world is not None
+        found = _bandwidth(_line(_gather, world, device), world.size()) / hardware.ranks_per_node
+        if 1 / _ALIKE < found / hardware.between_nodes.bandwidth < _ALIKE:
+            return hardware
         return _of_first_rank(_communication(device, hardware), device)
 
 
@@ -205,7 +215,7 @@ def _communication(device: torch.device, hardware: Hardware) -> Hardware:
         within_node=Link(bandwidth, 0.0),
         between_nodes=Link(between, hop),
         collective_start=within.start,
-        contention=_contention(world, device),
+        contention=_contention(world, device, gather),
         reduce_scatter_factor=reduce.each / gather.each,
         all_reduce_factor=all_reduce.each / gather.each,
         message_start=_message_start(world, device, gather),
@@ -223,7 +233,9 @@ def _line(send: _Send, group: dist.ProcessGroup, device: torch.device) -> _Line:
         call = send(size, group, device)
         dist.barrier(group)
         seconds.append(_seconds(lambda call=call: _wait(call()), device))  # type: ignore[misc]
-    return _Line.through(_SIZES, seconds)
+        if seconds[-1] > _LONG / 2 and len(seconds) > 1:  # the same on every rank
+            break
+    return _Line.through(_SIZES[: len(seconds)], seconds)
 
 
 def _gather(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], torch.Tensor]:
@@ -267,7 +279,7 @@ def _wait(pending: torch.Tensor) -> object:
     return torch.ops._c10d_functional.wait_tensor(pending)
 
 
-def _contention(group: dist.ProcessGroup, device: torch.device) -> float:
+def _contention(group: dist.ProcessGroup, device: torch.device, line: _Line) -> float:
     """How many times longer compute takes while a collective runs.
 
     Matmuls that take longer than the gathers that run meanwhile are `lost` seconds later done than without, for each
@@ -276,7 +288,7 @@ def _contention(group: dist.ProcessGroup, device: torch.device) -> float:
     shape = (512, 512) if device.type == "cpu" else (4096, 4096)
     a, b = (torch.ones(shape, device=device) for _ in range(2))
     matmul = _matmul(torch.float32, device)
-    gather = _gather(group.size() << 23, group, device)
+    gather = _gather(min(group.size() << 23, max(_SIZES[1], int(_LONG / line.each))), group, device)
     seconds = _NUM_GATHERS * _seconds(lambda: _wait(gather()), device)
     counts = [max(1, int(2 * seconds / _seconds(lambda: matmul(a, b), device)))]
     dist.broadcast_object_list(counts, device=device)

@@ -121,7 +121,7 @@ class Hardware:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-def find_hardware(hardware: Hardware | str) -> Hardware:
+def find_hardware(hardware: Hardware | str | bool) -> Hardware:
     """A description itself, one of `HARDWARE` by its name, or the profile in a file of that name.
 
     Raises:

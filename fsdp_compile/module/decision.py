@@ -46,6 +46,11 @@ class Decision:
         return self.schedule.reshard_of_unit([unit.name for unit in self.units], num_shards)
 
     @property
+    def is_planned_by_default(self) -> bool:
+        """Whether a plan for the hardware at hand would know all that takes time; of tensor parallelism it does not."""
+        return self.mesh is not None and distribution_mesh(self.parameters) is None
+
+    @property
     def compute_device(self) -> torch.device:
         """Where the forward runs."""
         return compute_device(device_of(self.parameters), self.mesh)

@@ -19,7 +19,6 @@ from ..checks import check_bool
 from ..errors import ConfigError
 from ..layout.options import GradientReduction
 from ..passes.plan import PrefetchList
-from ..planning.options import ScheduleConfig
 from ..runtime.groups import num_shards_of
 from .own_units import OwnUnits, Unsharded, own_units_below, own_units_of
 from .sharding import Sharding
@@ -188,13 +187,14 @@ class FSDPMethods(nn.Module):
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
             raise ConfigError(f"max_input_buffers is a positive int, not {max_input_buffers!r}")
         owns = list(_own_units(self, recurse))
-        for sharding in _shardings(owns):
-            _refuse_planned(sharding, "set_reduce_scatter_max_input_buffers")
+        unplanned = [
+            (each, each.schedule.unplanned("set_reduce_scatter_max_input_buffers")) for each in _shardings(owns)
+        ]
         for own in owns:
             own.reductions = max_input_buffers
-        for sharding in _shardings(owns):
+        for sharding, schedule in unplanned:
             most = max(own.reductions for own in sharding.owns if own.reductions is not None)
-            sharding.change_schedule(dataclasses.replace(sharding.schedule, reductions=most))
+            sharding.change_schedule(dataclasses.replace(schedule, reductions=most))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """FSDP2's, which says with False that the backward does not read the module's parameters.
@@ -297,25 +297,19 @@ def _change_lists(module: nn.Module, modules: object, field: str) -> None:
     if len(shardings) > 1:
         raise ConfigError("prefetching is between modules of one model: shard the module that holds them first")
     [sharding] = shardings
-    _refuse_planned(sharding, "a list of modules to prefetch")
+    schedule = sharding.schedule.unplanned("a list of modules to prefetch")
     anchor = tuple(name for own in here for name in own.names)
     new = PrefetchList(anchor, tuple(name for own in ahead for name in own.names))
-    lists = [each for each in getattr(sharding.schedule, field) if each.units != anchor]
+    lists = [each for each in getattr(schedule, field) if each.units != anchor]
     lists += [new] if new.ahead else []
     changes: dict[str, Any] = {field: tuple(lists)}
-    sharding.change_schedule(dataclasses.replace(sharding.schedule, **changes))
+    sharding.change_schedule(dataclasses.replace(schedule, **changes))
 
 
 def _units_at_or_below(module: nn.Module) -> list[OwnUnits]:
     """The module's own units; of one that has none, those below it, with the first of which it begins."""
     own = own_units_of(module)
     return [own] if own is not None and own.names else list(own_units_below(module))
-
-
-def _refuse_planned(sharding: Sharding, what: str) -> None:
-    schedule: ScheduleConfig = sharding.schedule
-    if schedule.hardware is not None:
-        raise ConfigError(f"{what} would contradict the schedule, which is planned: leave out hardware and budget")
 
 
 def _refusal(name: str, reason: str) -> ConfigError:

@@ -38,7 +38,7 @@ class ScheduleConfig:
         collective_lowering: "packed", "grouped", or "auto" (grouped on NCCL, packed elsewhere; a plan chooses).
         memory_budget: bytes that a rank may hold during a step; None for no promise.
         hardware: what plans are made for; None leaves the schedule to the options above.
-        is_at_hand: whether plans are made for what the ranks run on, once there are any. Unless there is a budget, they
+        is_at_hand: whether plans are made for what the ranks run on, once that is known. Unless there is a budget, they
             hold no more than the schedule without a plan.
         passes: the user's, which run on the graphs once they are in order.
         poison: whether freed buffers are filled with NaN, to show that nothing reads them.
@@ -68,14 +68,17 @@ class ScheduleConfig:
         backward_prefetch: object,
         collective_lowering: object,
         memory_budget: object,
-        hardware: Hardware | str | None,
+        hardware: Hardware | str | bool | None,
         passes: object,
         poison: bool,
         pin_memory: bool,
+        plans_by_default: bool,
     ) -> ScheduleConfig:
         """The configuration from the user's arguments; raises ConfigError for what they cannot mean."""
         check_choice("collective_lowering", collective_lowering, _LOWERINGS)
-        is_at_hand = isinstance(hardware, str) and hardware == "auto"
+        is_auto = isinstance(hardware, str) and hardware == "auto"
+        own_passes = _passes(passes)
+        is_left_open = not own_passes and all(isinstance(each, str) for each in (forward_prefetch, backward_prefetch))
         return cls(
             _reshard(reshard_after_forward),
             _distance("forward_prefetch", forward_prefetch, {}),
@@ -86,12 +89,22 @@ class ScheduleConfig:
             ),
             str(collective_lowering),
             num_bytes_of(memory_budget),
-            None if hardware is None or is_at_hand else find_hardware(hardware),
-            _passes(passes),
+            None if hardware is None or hardware is False or is_auto else find_hardware(hardware),
+            own_passes,
             poison,
             pin_memory,
-            is_at_hand=is_at_hand,
+            is_at_hand=is_auto and is_left_open and plans_by_default,
         )
+
+    def unplanned(self, what: str) -> ScheduleConfig:
+        """The configuration for a schedule that goes by the options; ConfigError if the user has asked for a plan.
+
+        Args:
+            what: was called that contradicts a plan.
+        """
+        if self.hardware is not None and (not self.is_at_hand or self.memory_budget is not None):
+            raise ConfigError(f"{what} would contradict the schedule, which is planned: leave out hardware and budget")
+        return dataclasses.replace(self, hardware=None, is_at_hand=False)
 
     def by_strategy(self, strategy: ShardingStrategy) -> ScheduleConfig:
         """The configuration with what the strategy says of resharding; ConfigError if both say something."""

@@ -1,8 +1,10 @@
 """Compilations: how often Dynamo broke the graph of a model or compiled it again, and why.
 
-Both make steps slow in silence. Hooks that are registered on a module later are a reason to compile again, though they
-are none for torch.compile, which does not call them: the model is still the user's object, and does what it does. The counters that are read, and what Dynamo calls when it begins to compile and when it
-ends, are private, as of torch 2.11 to 2.15.
+Both make steps slow in silence. One reason is ours: hooks that are registered on a module after it was compiled, which
+torch.compile does not call. The model is still the user's object, and runs them.
+
+The counters that are read, and what Dynamo calls when it begins to compile and when it ends, are private, as of torch
+2.11 to 2.15.
 """
 
 from __future__ import annotations
