@@ -139,9 +139,11 @@ def test_two_ranks_measure_this_machine_and_a_plan_uses_it(model, tmp_path):
     profile = tmp_path / "here.json"
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = ["-m", "fsdp_compile", "calibrate", "--out", str(profile), "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
     printed = subprocess.run([*launch, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     hardware = find_hardware(str(profile))
+    [kept] = (tmp_path / "fsdp_compile").iterdir()
+    assert find_hardware(str(kept)) == hardware
     assert f"digest {hardware.digest}" in printed.stdout
     assert hardware.ranks_per_node == 2 and hardware.contention >= 1
     assert 1e6 < hardware.within_node.bandwidth < 1e12 and 1e8 < hardware.flops["float32"] < 1e14

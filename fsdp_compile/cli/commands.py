@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 
+from ..costs.at_hand import keep
 from ..costs.calibrate import calibrate
 from ..environment import initialise_from_environment
 from ..errors import ConfigError
@@ -55,6 +56,7 @@ def measure(options: argparse.Namespace) -> None:
     initialise_from_environment(device)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     hardware = calibrate(device, name=Path(options.out).stem, ranks_per_node=ranks_per_node)
+    keep(device, hardware)
     if not dist.is_initialized() or dist.get_rank() == 0:
         Path(options.out).write_text(hardware.to_json() + "\n")
         print(hardware.to_json())

@@ -52,7 +52,7 @@ def hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, ranks_per_no
     if found is not None or (mesh is not None and agreement is None):
         return found
     ranks_per_node = ranks_per_node or 1
-    path = _path_of(_description(device, ranks_per_node))
+    path = _path_for(device, ranks_per_node)
     ranks = () if mesh is None else tuple(mesh.mesh.flatten().tolist())
     if (ranks, path) not in _known:
         statement = [Line("options: planning for the hardware at hand")]
@@ -60,7 +60,7 @@ def hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, ranks_per_no
         hardware = Hardware.from_json(kept) if kept else None
         if max(1, len(ranks)) < _world_size():
             return hardware
-        _known[ranks, path] = _measured(device, ranks_per_node, path, hardware)
+        _known[ranks, path] = _measured(device, ranks_per_node, hardware)
     return _known[ranks, path]
 
 
@@ -68,7 +68,7 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _measured(device: torch.device, ranks_per_node: int, path: Path, kept: Hardware | None) -> Hardware:
+def _measured(device: torch.device, ranks_per_node: int, kept: Hardware | None) -> Hardware:
     """The profile as it was kept, or else as all ranks measure it; then it is kept."""
     if kept is None:
         hardware = calibrate(device, name=_name(device), ranks_per_node=ranks_per_node)
@@ -76,9 +76,24 @@ def _measured(device: torch.device, ranks_per_node: int, path: Path, kept: Hardw
         hardware = calibrate_network(device, kept)
     else:
         hardware = kept
-    if hardware is not kept and is_first_rank():
-        _keep(path, hardware)
+    if hardware is not kept:
+        keep(device, hardware)
     return hardware
+
+
+def keep(device: torch.device, hardware: Hardware) -> None:
+    """Keep the profile of these ranks for `hardware_at_hand`, if this is the first of them.
+
+    The file is written whole or not at all; where that is not possible, the next start measures again.
+    """
+    if not is_first_rank():
+        return
+    path = _path_for(device, hardware.ranks_per_node)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(hardware.to_json() + "\n")
+        os.replace(file.name, path)
 
 
 def _name(device: torch.device) -> str:
@@ -109,8 +124,9 @@ def _description(device: torch.device, ranks_per_node: int) -> dict[str, Any]:
     }
 
 
-def _path_of(description: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
+def _path_for(device: torch.device, ranks_per_node: int) -> Path:
+    described = json.dumps(_description(device, ranks_per_node), sort_keys=True)
+    digest = hashlib.sha256(described.encode()).hexdigest()[:16]
     return user_cache() / f"hardware-{digest}.json"
 
 
@@ -120,12 +136,3 @@ def _kept(path: Path) -> str:
         return Hardware.from_json(path.read_text()).to_json()
     except (OSError, UnicodeDecodeError, ConfigError):
         return ""
-
-
-def _keep(path: Path, hardware: Hardware) -> None:
-    """Write the profile, whole or not at all; where that is not possible it is measured again the next time."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(hardware.to_json() + "\n")
-        os.replace(file.name, path)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -47,8 +48,13 @@ class Decision:
 
     @property
     def is_planned_by_default(self) -> bool:
-        """Whether a plan for the hardware at hand would know all that takes time; of tensor parallelism it does not."""
-        return self.mesh is not None and distribution_mesh(self.parameters) is None
+        """Whether a plan for the hardware at hand would know what else the ranks do.
+
+        It would not among a part of the ranks, where a pipeline has several forwards under way, each of which holds
+        what a plan keeps; nor with tensor parallelism, whose collectives take time.
+        """
+        has_all_ranks = self.mesh is not None and self.mesh.size() == dist.get_world_size()
+        return has_all_ranks and distribution_mesh(self.parameters) is None
 
     @property
     def compute_device(self) -> torch.device:

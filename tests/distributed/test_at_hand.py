@@ -87,16 +87,17 @@ def test_what_joins_hosts_is_looked_at_in_every_start(world_size):
 
 
 @on_ranks(4)
-def test_a_part_of_the_ranks_measures_nothing_and_takes_what_is_kept(world_size):
+def test_a_part_of_the_ranks_is_planned_for_if_asked_and_measures_nothing(world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "dp"))["dp"]
     with a_new_machine() as folder, watched("calibrate") as measured:
-        assert sharding_of(shard(build("gpt"), mesh)).schedule.hardware is None
         with pytest.raises(ConfigError, match="a part of the ranks needs hardware="):
             shard(build("gpt"), mesh, memory_budget="1 GiB")
         found = hardware_at_hand(CPU, everyone(), 4)
         dist.barrier()
         assert list(folder.iterdir())
-        assert sharding_of(shard(build("gpt"), mesh)).schedule.hardware == found
+        assert sharding_of(shard(build("gpt"), mesh, memory_budget="1 GiB")).schedule.hardware == found
+        assert sharding_of(shard(build("gpt"), mesh)).schedule.hardware is None
+        assert sharding_of(shard(build("gpt"))).schedule.hardware == found
     assert measured.call_count == 1
 
 
