@@ -18,7 +18,10 @@ OTHERS = [path for folder in ("tests", "examples", "benchmarks", "docs") for pat
 WORLD = {"os", "platform", "random", "secrets", "socket", "subprocess", "sys", "threading", "time", "uuid"}
 DEVICES = {"torch.distributed", "torch.cuda", "torch.xpu", "torch.mps", "torch.accelerator"}
 PRIVATE_TORCH = {"torch._dynamo", "torch._functorch", "torch._inductor"}
-WITHOUT_A_PUBLIC_NAME = {"torch.utils._pytree.tree_map_only"}  # as of torch 2.11 to 2.15
+WITHOUT_A_PUBLIC_NAME = {  # as of torch 2.11 to 2.15
+    "torch.utils._pytree.tree_map_only",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+}
 
 
 def in_repository(path):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigError
 from ..passes import ops
@@ -141,7 +142,13 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} has no shape yet: run the lazy module once before sharding it")
-        check_extension(name, local_part(parameter))
+        local = local_part(parameter)
+        check_extension(name, local)
+        if is_traceable_wrapper_subclass(local):
+            raise ConfigError(
+                f"{name} is a {type(local).__name__}, a tensor that holds others: its part of a shard would be a plain "
+                "tensor of its values. Use a plain tensor, or pass it in ignored_params"
+            )
 
 
 def has_extension(local: torch.Tensor) -> bool:

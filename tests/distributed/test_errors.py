@@ -79,6 +79,14 @@ def test_a_parameter_that_has_its_say_in_the_all_gather(front_end, is_distribute
         front_end(model)
 
 
+@front_ends
+def test_a_parameter_that_holds_other_tensors(front_end):
+    model = build("odd_mlp")
+    model.layers[0].weight = nn.Parameter(TwoTensor(torch.ones(7, 5), torch.ones(7, 5)))
+    with refused("layers.0.weight TwoTensor plain ignored_params"):
+        front_end(model)
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_a_shard_that_is_to_have_its_say_in_the_all_gather(mode):
     """As torch's own tests do it, on the tensor itself."""
