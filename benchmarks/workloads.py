@@ -60,6 +60,40 @@ def conv(batch: int = 128) -> Workload:
     return Workload(Classifier, lambda: (torch.randn(batch, 1, 8, 8), torch.randint(10, (batch,))), "model.stages")
 
 
+class Images(nn.Module):
+    """Stages of two convolutions each, every one with twice the channels at a quarter of the pixels, and their loss."""
+
+    def __init__(self, channels: int, stages: int) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList()
+        before = 3
+        for stage in range(stages):
+            width = channels << stage
+            self.stages.append(
+                nn.Sequential(*_convolution(before, width, 1 if stage == 0 else 2), *_convolution(width, width, 1))
+            )
+            before = width
+        self.head = nn.Linear(before, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        for stage in self.stages:
+            images = stage(images)
+        return F.cross_entropy(self.head(images.mean((2, 3))), labels)
+
+
+def _convolution(before: int, width: int, stride: int) -> list[nn.Module]:
+    return [nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+
+
+def conv_large(channels: int = 64, stages: int = 4, batch: int = 40) -> Workload:
+    """4.7 million parameters, most of them in the last stage."""
+    return Workload(
+        lambda: Images(channels, stages),
+        lambda: (torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))),
+        "stages",
+    )
+
+
 class Stack(nn.Module):
     """Layers so small that a step is what Python does around them."""
 
@@ -92,4 +126,4 @@ def _tokens(batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
     return torch.randint(vocab, (batch, seq)), torch.randint(vocab, (batch, seq))
 
 
-WORKLOADS = {"gpt": gpt, "mlp": mlp, "conv": conv, "stack": stack, "llama": llama}
+WORKLOADS = {"gpt": gpt, "mlp": mlp, "conv": conv, "conv-large": conv_large, "stack": stack, "llama": llama}
