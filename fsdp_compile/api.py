@@ -369,7 +369,7 @@ def rewrite_for(
         return capture_only(reading, args, kwargs, pipeline, plan, before_compiling)
 
 
-def _alone(program: str, make: Callable[[], str]) -> str:
+def _alone(unplanned: RewrittenGraphs, make: Callable[[], str]) -> str:
     return make()
 
 

@@ -6,7 +6,6 @@ computed with them.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -64,12 +63,6 @@ def groups_of(graphs: RewrittenGraphs) -> set[str]:
 
 def _groups(side: RewrittenGraph) -> set[str]:
     return {ops.argument(node, "group") for node in side.graph.nodes if ops.is_collective(node)}
-
-
-def statement_of_program(program: str) -> list[Line]:
-    """What a plan is to be made for: its kind, and the parameters that it reads, in order."""
-    kind, *read = json.loads(program)
-    return [Line(f"a program that reads {name}, for {kind}") for name in read]
 
 
 def _collectives(side: RewrittenGraph) -> Iterator[Line]:

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from ..compiler.capture import activations_are_free
 from ..compiler.options import CompileConfig
-from ..compiler.statements import statement_of_program
+from ..compiler.statements import statement_of_graphs
 from ..graphs import RewrittenGraphs
 from ..passes import metadata
 from ..passes.pipeline import Pipeline
@@ -110,10 +110,10 @@ class Sharding(Shards):
 
         agreement = self.agreement
 
-        def decide(program: str, make: Callable[[], str]) -> str:
+        def decide(unplanned: RewrittenGraphs, make: Callable[[], str]) -> str:
             if agreement is None:
                 return make()
-            return agreement.decided_by_first(statement_of_program(program), make)
+            return agreement.decided_by_first(statement_of_graphs(unplanned), make)
 
         return Planner(leeway, goal, self.plans, decide)
 

@@ -18,7 +18,7 @@ from ..costs.memory import CATEGORIES
 from ..costs.nodes import Compiler
 from ..costs.predict import Prediction, bytes_text, predict
 from ..errors import ConfigError
-from ..graphs import Draft
+from ..graphs import Draft, RewrittenGraphs
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
@@ -84,16 +84,18 @@ class Found:
         return self.prediction.memory.peak.total
 
 
-def find_plan(draft: Draft, leeway: Leeway, goal: Goal) -> Found:
+def find_plan(draft: Draft, leeway: Leeway, goal: Goal, unplanned: RewrittenGraphs) -> Found:
     """The fastest plan that fits, or what the user asked for where that is as fast.
+
+    Args:
+        unplanned: the graphs as they are without a plan.
 
     Raises:
         ConfigError: no plan fits into a memory budget. Without one, what needs least is returned.
     """
-    program = _Program(draft, leeway, goal, goal.limit)
-    plain = program.found(None)
+    plain = Found(None, predict(unplanned, goal.hardware, compiler=goal.compiler))
     limit = plain.peak if goal.is_within_plain else goal.limit
-    program = dataclasses.replace(program, limit=limit)
+    program = _Program(draft, leeway, goal, limit)
     step = program.step(None)
     best = step.best(limit)
     candidates = [plain, *program.planned(step, best, None)]
@@ -190,13 +192,13 @@ class Planner:
 
     Attributes:
         plans: those made so far, by program; None for what needs no plan.
-        decide: (program, what to do) to what the first rank's doing of it returned.
+        decide: (the graphs without a plan, what to do) to what the first rank's doing of it returned.
     """
 
     leeway: Leeway
     goal: Goal
     plans: dict[str, StepPlan | None]
-    decide: Callable[[str, Callable[[], str]], str]
+    decide: Callable[[RewrittenGraphs, Callable[[], str]], str]
 
     def plan(self, program: str, draft: Draft) -> StepPlan | None:
         """The plan of a program, which is the parameters that it reads in order, and whether it has a backward.
@@ -205,7 +207,8 @@ class Planner:
             ConfigError: no plan fits into the memory budget, or for these shapes the one does not that was made.
         """
         if program not in self.plans:
-            made = self.decide(program, lambda: self._made(draft))
+            unplanned = draft(self.leeway.pipeline(None), None)
+            made = self.decide(unplanned, lambda: self._made(draft, unplanned))
             self.plans[program] = StepPlan.from_json(made) if made else None
         plan = self.plans[program]
         if self.goal.memory_budget is not None:
@@ -214,9 +217,9 @@ class Planner:
                 raise ConfigError(_what_is_missing(found, self.goal))
         return plan
 
-    def _made(self, draft: Draft) -> str:
+    def _made(self, draft: Draft, unplanned: RewrittenGraphs) -> str:
         with phase("planning"):
-            plan = find_plan(draft, self.leeway, self.goal).plan
+            plan = find_plan(draft, self.leeway, self.goal, unplanned).plan
         return plan.to_json() if plan else ""
 
 
