@@ -4,7 +4,7 @@
         with phase("planning"):
 
 A line that lives in a terminal, and lines elsewhere: to the logger `fsdp_compile` if somebody listens to it, else to
-stderr. What ends within a second is not mentioned. A level above INFO on that logger makes all of it silent; at DEBUG
+stderr. What ends within half a second is not mentioned. A level above INFO on that logger makes all of it silent; at DEBUG
 every rank logs every phase as it ends.
 """
 
@@ -28,7 +28,7 @@ from .environment import is_first_rank
 
 LOGGER = logging.getLogger("fsdp_compile")
 
-_UNMENTIONED = 1.0
+_UNMENTIONED = 0.5
 """Seconds that something may take without being mentioned."""
 
 _SILENCE = 4.0
@@ -180,7 +180,7 @@ class _Display(Protocol):
 
 
 class _Reporter:
-    """A thread that says what an account is at, from its first second on until it is over."""
+    """A thread that says what an account is at, from its first half second on until it is over."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
