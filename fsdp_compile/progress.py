@@ -4,8 +4,8 @@
         with phase("planning"):
 
 A line that lives in a terminal, and lines elsewhere: to the logger `fsdp_compile` if somebody listens to it, else to
-stderr. What ends within half a second is not mentioned. A level above INFO on that logger makes all of it silent; at DEBUG
-every rank logs every phase as it ends.
+stderr. What ends within half a second is not mentioned. A level above INFO on that logger makes all of it silent; at
+DEBUG every rank logs every phase as it ends.
 """
 
 from __future__ import annotations

@@ -169,16 +169,17 @@ def test_the_first_step_is_told_and_ctrl_c_ends_a_later_one_in_one_line(tmp_path
     heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), preexec_fn=heard) as run:
         assert run.stdout.readline() == "first step\n"
-        said = None
-        while said is None:  # Dynamo's guards lose what a signal raises inside them, and a person presses again
+        said, num_pressed = None, 0
+        while said is None:  # a guard of Dynamo takes what a signal raises inside it for a reason to compile again
             run.send_signal(signal.SIGINT)
+            num_pressed += 1
             with contextlib.suppress(subprocess.TimeoutExpired):
                 _, said = run.communicate(timeout=5)
     *told, last = said.splitlines()
     assert run.returncode == -signal.SIGINT
     # Anywhere from the line that said "first step" on: the signal may come before that line has returned.
     assert re.fullmatch(rf"fsdp_compile: interrupted at {tmp_path}/train.py:1[1-4]", last)
-    assert told and all(line.startswith("fsdp_compile: Sequential: ") for line in told)
+    assert told and (num_pressed > 1 or all(line.startswith("fsdp_compile: Sequential: ") for line in told))
     assert any(line.endswith("s in all") and "tracing" in line for line in told)
 
 
