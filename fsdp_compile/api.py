@@ -201,18 +201,18 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
     check_mesh(parts, resolved)
     check_distributed(decision.parameters, resolved)
     decision = dataclasses.replace(decision, mesh=resolved, is_alone=is_given and resolved is None)
-    schedule = decision.schedule
-    is_needed = schedule.memory_budget is not None
-    if schedule.hardware is None and (is_needed or (schedule.is_at_hand and decision.is_planned_by_default)):
-        hardware = _hardware_at_hand(decision.compute_device, resolved, is_needed=is_needed)
+    schedule, device = decision.schedule, decision.compute_device
+    if schedule.hardware is None and (schedule.memory_budget is not None or decision.is_planned_by_default):
+        find = hardware_at_hand if decision.is_planned_by_default else _hardware_to_plan_for
+        hardware = find(device, resolved, local_world_size())
         decision = dataclasses.replace(decision, schedule=dataclasses.replace(schedule, hardware=hardware))
     return decision
 
 
-def _hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, *, is_needed: bool = True) -> Hardware | None:
-    """What the ranks run on; None, or ConfigError if it is needed, where that is not known. Every one calls this."""
-    hardware = hardware_at_hand(device, mesh, local_world_size())
-    if hardware is None and is_needed:
+def _hardware_to_plan_for(device: torch.device, mesh: DeviceMesh | None, ranks_per_node: int | None) -> Hardware:
+    """As `hardware_at_hand`; ConfigError where that is not known."""
+    hardware = hardware_at_hand(device, mesh, ranks_per_node)
+    if hardware is None:
         raise ConfigError("planning for a part of the ranks needs hardware=: only all of them can be measured")
     return hardware
 
@@ -234,8 +234,7 @@ def _choose(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> tupl
     if resolved is None:
         return mesh, chosen, "a single rank shards nothing, by any strategy."
     if hardware is None:
-        hardware = _hardware_at_hand(compute_device(device, resolved), resolved)
-        assert hardware is not None
+        hardware = _hardware_to_plan_for(compute_device(device, resolved), resolved, local_world_size())
     ranks_per_node = local_world_size() or hardware.ranks_per_node
     shape: Any = resolved.size() if resolved.ndim == 1 else tuple(resolved.shape)
     goal = Goal(hardware, options.schedule.memory_budget, "inductor")

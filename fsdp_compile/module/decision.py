@@ -48,13 +48,13 @@ class Decision:
 
     @property
     def is_planned_by_default(self) -> bool:
-        """Whether a plan for the hardware at hand would know what else the ranks do.
+        """Whether the schedule is left open, and a plan for the hardware at hand would know what else the ranks do.
 
         It would not among a part of the ranks, where a pipeline has several forwards under way, each of which holds
         what a plan keeps; nor with tensor parallelism, whose collectives take time.
         """
         has_all_ranks = self.mesh is not None and self.mesh.size() == dist.get_world_size()
-        return has_all_ranks and distribution_mesh(self.parameters) is None
+        return self.schedule.is_at_hand and has_all_ranks and distribution_mesh(self.parameters) is None
 
     @property
     def compute_device(self) -> torch.device:

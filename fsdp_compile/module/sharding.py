@@ -105,7 +105,7 @@ class Sharding(Shards):
             hardware,
             self.schedule.memory_budget,
             compiler.backend,  # type: ignore[arg-type]
-            is_within_plain=self.schedule.is_at_hand and self.schedule.memory_budget is None,
+            is_within_plain=self.schedule.is_at_hand,
         )
 
         agreement = self.agreement

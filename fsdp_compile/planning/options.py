@@ -38,8 +38,8 @@ class ScheduleConfig:
         collective_lowering: "packed", "grouped", or "auto" (grouped on NCCL, packed elsewhere; a plan chooses).
         memory_budget: bytes that a rank may hold during a step; None for no promise.
         hardware: what plans are made for; None leaves the schedule to the options above.
-        is_at_hand: whether plans are made for what the ranks run on, once that is known. Unless there is a budget, they
-            hold no more than the schedule without a plan.
+        is_at_hand: whether plans are made, though nobody has asked for one, for what the ranks run on, once that is
+            known. They hold no more than the schedule without a plan.
         passes: the user's, which run on the graphs once they are in order.
         poison: whether freed buffers are filled with NaN, to show that nothing reads them.
         pin_memory: whether offloaded gradients are copied to pinned memory.
@@ -77,8 +77,12 @@ class ScheduleConfig:
         """The configuration from the user's arguments; raises ConfigError for what they cannot mean."""
         check_choice("collective_lowering", collective_lowering, _LOWERINGS)
         is_auto = isinstance(hardware, str) and hardware == "auto"
-        own_passes = _passes(passes)
-        is_left_open = not own_passes and all(isinstance(each, str) for each in (forward_prefetch, backward_prefetch))
+        own_passes, budget = _passes(passes), num_bytes_of(memory_budget)
+        is_left_open = (
+            budget is None
+            and not own_passes
+            and all(isinstance(each, str) for each in (forward_prefetch, backward_prefetch))
+        )
         return cls(
             _reshard(reshard_after_forward),
             _distance("forward_prefetch", forward_prefetch, {}),
@@ -88,7 +92,7 @@ class ScheduleConfig:
                 {BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 0, None: 0},
             ),
             str(collective_lowering),
-            num_bytes_of(memory_budget),
+            budget,
             None if hardware is None or hardware is False or is_auto else find_hardware(hardware),
             own_passes,
             poison,
@@ -102,7 +106,7 @@ class ScheduleConfig:
         Args:
             what: was called that contradicts a plan.
         """
-        if self.hardware is not None and (not self.is_at_hand or self.memory_budget is not None):
+        if self.hardware is not None and not self.is_at_hand:
             raise ConfigError(f"{what} would contradict the schedule, which is planned: leave out hardware and budget")
         return dataclasses.replace(self, hardware=None, is_at_hand=False)
 

@@ -18,7 +18,7 @@ from fsdp_compile.costs.at_hand import hardware_at_hand
 from fsdp_compile.costs.predict import predict
 from fsdp_compile.module.sharding import sharding_of
 from tests.distributed.test_plans import SLOW
-from tests.distributed.training import assert_trains_as, batch_of_rank
+from tests.distributed.training import assert_trains_as, backend_of, batch_of_rank
 from tests.models import build
 from tests.ranks import on_ranks, session_directory
 
@@ -148,3 +148,18 @@ def test_what_the_user_decides_is_not_planned_by_default(world_size):
         pytest.raises(ConfigError, match="'h1000' is neither a file nor"),
     ):
         shard(build("gpt"))
+
+
+@on_ranks(2)
+def test_several_models_in_one_graph_are_not_planned_and_a_budget_for_them_is_refused(world_size):
+    def losses_of(**options):
+        models = [shard(build("odd_mlp"), **options) for _ in range(2)]
+        batch = batch_of_rank(models[0], 0)
+        both = torch.compile(lambda: [model(*batch) for model in models], backend=backend_of(models[0]))
+        return both()
+
+    with a_new_machine(FSDP_COMPILE_HARDWARE="h100"):
+        first, second = losses_of()
+        torch.testing.assert_close(first, second)
+        with pytest.raises(Exception, match="plan for one model, and several are compiled into one graph"):
+            losses_of(memory_budget="1 GiB")
