@@ -199,7 +199,8 @@ SUBJECTS = {
     "fsdp_compile-packed": Subject(partial(ours, hardware=False, collective_lowering="packed")),
     "fsdp_compile-grouped": Subject(partial(ours, hardware=False, collective_lowering="grouped")),
 }
-"""fit: planned in FSDP2's memory, tight: in 0.8 of it; messages: what fsdp_compile sends, and nothing computed."""
+"""plain: without a plan; fit: planned in FSDP2's memory, tight: in 0.8 of it; messages: what fsdp_compile sends without
+a plan, and nothing computed."""
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

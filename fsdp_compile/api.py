@@ -14,6 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
 from .backend import CompileAs
+from .checks import is_auto
 from .compiler.capture import capture_only, inductor_options
 from .compiler.options import CompileConfig
 from .costs.at_hand import hardware_at_hand
@@ -51,7 +52,6 @@ from .planning.strategies import (
     candidates,
     check_example_inputs,
     first_ranks_choice,
-    is_auto,
 )
 from .progress import phase
 from .runtime.agreement import agreement_of

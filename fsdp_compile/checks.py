@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeGuard
 
 import torch
 
 from .errors import ConfigError
+
+Auto = Literal["auto"]
+
+
+def is_auto(value: object) -> TypeGuard[Auto]:
+    """Whether an option is left open; of what may be a tensor or an array, too."""
+    return isinstance(value, str) and value == "auto"
 
 
 def check_bool(name: str, value: object) -> None:

@@ -14,14 +14,14 @@ import torch.nn as nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Shard
 
-from .checks import check_bool, check_call, listed
+from .checks import Auto, check_bool, check_call, is_auto, listed
 from .costs.hardware import Hardware
 from .environment import hardware_by_environment, poisons
 from .errors import ConfigError
 from .layout.options import GradientReduction, OffloadConfig, check_strategy
 from .passes.pipeline import Pass
 from .planning.options import ScheduleConfig
-from .planning.strategies import Auto, check_open, is_auto
+from .planning.strategies import check_open
 
 _T = TypeVar("_T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])

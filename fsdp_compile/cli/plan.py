@@ -16,11 +16,12 @@ from rich.table import Table
 from torch.distributed.fsdp import ShardingStrategy
 
 from ..api import rewrite
+from ..checks import is_auto
 from ..costs.hardware import Hardware, find_hardware
 from ..costs.predict import Prediction, predict
 from ..errors import ConfigError
 from ..planning.step_plans import Goal
-from ..planning.strategies import best_strategy, candidates, is_auto
+from ..planning.strategies import best_strategy, candidates
 from ..report import Schedule, page
 from .models import load, made_on_meta
 

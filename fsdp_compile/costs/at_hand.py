@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..environment import hardware_by_environment, is_first_rank, user_cache
 from ..errors import ConfigError
 from ..runtime.agreement import agreement_of
 from ..runtime.comparison import Line
+from ..runtime.inductor import generator_digest
 from .calibrate import calibrate, calibrate_network
 from .hardware import Hardware, find_hardware, hardware_of_gpu
 
@@ -91,9 +91,10 @@ def keep(device: torch.device, hardware: Hardware) -> None:
     path = _path_for(device, hardware.ranks_per_node)
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(hardware.to_json() + "\n")
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / path.name
+            made.write_text(hardware.to_json() + "\n")
+            made.replace(path)
 
 
 def _name(device: torch.device) -> str:
@@ -120,7 +121,7 @@ def _description(device: torch.device, ranks_per_node: int) -> dict[str, Any]:
         "ranks_per_node": ranks_per_node,
         "backend": dist.get_backend() if dist.is_initialized() else "",
         "torch": torch.__version__,
-        "fsdp_compile": version("fsdp_compile"),
+        "fsdp_compile": generator_digest().hex(),
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-from ..checks import check_call, listed
+from ..checks import check_call, is_auto, listed
 from ..errors import ConfigError
 from .globs import is_named
 from .policies import run_policy
@@ -80,7 +80,7 @@ def find_units(model: nn.Module, policy: Any, ignored: Collection[nn.Parameter] 
             units.append(Unit(owner or "root", claimed[owner]))
         claimed[owner].append((name, parameter))
     end_run()
-    if isinstance(policy, str) and policy == "auto":
+    if is_auto(policy):
         units = _without_small_runs(units)
     return [dataclasses.replace(units[0], name="root")] if len(units) == 1 else _with_names_of_their_own(units)
 
@@ -121,7 +121,7 @@ def _without_small_runs(units: list[Unit]) -> list[Unit]:
 
 def selected_modules(model: nn.Module, policy: Any) -> set[nn.Module]:
     """The modules that `policy` makes units."""
-    if isinstance(policy, str) and policy == "auto":
+    if is_auto(policy):
         return _repeated_blocks(model)
     if isinstance(policy, (ModuleWrapPolicy, CustomPolicy)):
         return run_policy(policy, model)

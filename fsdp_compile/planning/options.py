@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
-from ..checks import check_call, check_choice
+from ..checks import check_call, check_choice, is_auto
 from ..costs.hardware import Hardware, find_hardware
 from ..errors import ConfigError
 from ..layout.globs import is_named
@@ -76,13 +76,8 @@ class ScheduleConfig:
     ) -> ScheduleConfig:
         """The configuration from the user's arguments; raises ConfigError for what they cannot mean."""
         check_choice("collective_lowering", collective_lowering, _LOWERINGS)
-        is_auto = isinstance(hardware, str) and hardware == "auto"
         own_passes, budget = _passes(passes), num_bytes_of(memory_budget)
-        is_left_open = (
-            budget is None
-            and not own_passes
-            and all(isinstance(each, str) for each in (forward_prefetch, backward_prefetch))
-        )
+        is_left_open = budget is None and not own_passes and is_auto(forward_prefetch) and is_auto(backward_prefetch)
         return cls(
             _reshard(reshard_after_forward),
             _distance("forward_prefetch", forward_prefetch, {}),
@@ -93,11 +88,11 @@ class ScheduleConfig:
             ),
             str(collective_lowering),
             budget,
-            None if hardware is None or hardware is False or is_auto else find_hardware(hardware),
+            None if hardware is None or hardware is False or is_auto(hardware) else find_hardware(hardware),
             own_passes,
             poison,
             pin_memory,
-            is_at_hand=is_auto and is_left_open and plans_by_default,
+            is_at_hand=is_auto(hardware) and is_left_open and plans_by_default,
         )
 
     def unplanned(self, what: str) -> ScheduleConfig:
@@ -144,7 +139,7 @@ class ScheduleConfig:
 
 
 def _reshard(value: object) -> Reshard | Mapping[str, Reshard] | None:
-    if value is None or (isinstance(value, str) and value == "auto"):
+    if value is None or is_auto(value):
         return None
     if _is_reshard(value):
         return value  # type: ignore[return-value]
@@ -181,7 +176,7 @@ def _passes(passes: object) -> tuple[Any, ...]:
 
 
 def _distance(name: str, value: object, meanings: Mapping[object, int]) -> int:
-    if isinstance(value, str) and value == "auto":
+    if is_auto(value):
         return 1
     if isinstance(value, int) and value >= 0:
         return int(value)

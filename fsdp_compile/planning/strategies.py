@@ -10,12 +10,12 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Literal, TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from ..checks import is_auto
 from ..costs.predict import bytes_text, predict, time_text
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
@@ -24,7 +24,6 @@ from ..runtime.agreement import agreement_of
 from ..runtime.comparison import Line
 from .step_plans import Goal
 
-Auto = Literal["auto"]
 WorldSize = int | tuple[int, int]
 
 _SIMPLE = 1.01  # strategies within this factor are as fast as each other; then the simpler one is better
@@ -34,10 +33,6 @@ _IN_ORDER = (  # from the simplest
     ShardingStrategy.FULL_SHARD,
     ShardingStrategy.HYBRID_SHARD,
 )
-
-
-def is_auto(strategy: object) -> TypeGuard[Auto]:
-    return isinstance(strategy, str) and strategy == "auto"
 
 
 def check_example_inputs(strategy: object, example_inputs: object) -> None:

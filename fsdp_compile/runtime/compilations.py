@@ -16,8 +16,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch._dynamo.callback import callback_handler
@@ -106,9 +105,8 @@ class _Called(threading.local):
     """Which model this thread calls, and what holds while Dynamo compiles for it."""
 
     model: str | None = None
-    is_tracing = False
     handled: BaseException | None = None
-    guarding_hooks: Any = None
+    tracing: ExitStack | None = None
 
 
 _called = _Called()
@@ -128,16 +126,15 @@ def _saying(model: str) -> Iterator[None]:
 
 
 def _begin(*_: object) -> None:
-    if _called.model is not None and not _called.is_tracing:
-        _called.is_tracing, _called.handled = True, sys.exc_info()[1]
-        _called.guarding_hooks = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-        _called.guarding_hooks.__enter__()
+    if _called.model is not None and _called.tracing is None:
+        _called.tracing, _called.handled = ExitStack(), sys.exc_info()[1]
+        _called.tracing.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
         progress.begin("tracing", of=_called.model)
 
 
 def _end(*_: object) -> None:
-    if _called.is_tracing:
-        _called.is_tracing = False
-        _called.guarding_hooks.__exit__(None, None, None)
+    if (tracing := _called.tracing) is not None:
+        _called.tracing = None
+        tracing.close()
         error = sys.exc_info()[1]
         progress.end(None if error is _called.handled else error)
