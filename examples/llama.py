@@ -39,6 +39,7 @@ class LlamaConfig:
 
 
 LLAMA3_8B = LlamaConfig(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, vocab=128256)
+LLAMA3_405B = LlamaConfig(layers=126, dim=16384, heads=128, kv_heads=8, ffn_dim=53248, vocab=128256)
 SMALL = LlamaConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn_dim=224, vocab=256)
 
 
@@ -125,6 +126,11 @@ class Llama(nn.Module):
 def llama3_8b(dtype: torch.dtype = torch.bfloat16) -> Llama:
     """8.03 billion parameters on the meta device."""
     return on_meta(LLAMA3_8B, dtype)
+
+
+def llama3_405b(dtype: torch.dtype = torch.bfloat16) -> Llama:
+    """405.9 billion parameters on the meta device."""
+    return on_meta(LLAMA3_405B, dtype)
 
 
 def llama_small(dtype: torch.dtype = torch.bfloat16) -> Llama:

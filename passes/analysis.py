@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -25,9 +26,12 @@ def is_alias(node: torch.fx.Node) -> bool:
         return is_alias(node.all_input_nodes[0])
     if ops.is_call(node, ops.WAIT):
         return True  # the buffer is the one that the collective fills
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns = node.target._schema.returns
+    return isinstance(node.target, torch._ops.OpOverload) and _returns_view(node.target)
+
+
+@functools.cache
+def _returns_view(target: torch._ops.OpOverload) -> bool:
+    returns = target._schema.returns
     return any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 
 
@@ -99,9 +103,14 @@ def is_heavy(node: torch.fx.Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return isinstance(node.target, torch._ops.HigherOrderOperator)
-    if node.target.namespace != "aten":
-        return node.target.namespace not in ("prims", "fsdp")
-    name = node.target._schema.name.removeprefix("aten::")
+    return _computes_heavy(node.target)
+
+
+@functools.cache
+def _computes_heavy(target: torch._ops.OpOverload) -> bool:
+    if target.namespace != "aten":
+        return target.namespace not in ("prims", "fsdp")
+    name = target._schema.name.removeprefix("aten::")
     return name in _HEAVY or "attention" in name
 
 

@@ -41,7 +41,8 @@ def chains(draw, max_parameters):
     last = {first: st.just(first) | st.integers(first, num_steps - 1) for first in firsts}
     kind = st.sampled_from([0, 0, 0, 0, 1])
     items = [
-        Item(draw(st.integers(0, 8)), first, draw(last[first]), draw(st.integers(1, 2)), draw(kind)) for first in firsts
+        Item(draw(st.integers(0, 8)), first, draw(last[first]), draw(st.integers(1, 2)), draw(kind), draw(last[first]))
+        for first in firsts
     ]
     reductions = draw(st.just([]) | st.lists(st.builds(Reduction, st.integers(0, 8), step), max_size=4))
     return Chain(seconds, held, items, sorted(reductions, key=attrgetter("step")))
@@ -120,7 +121,8 @@ class AllPlans:
             total = np.full(len(self.starts), held)
             for number, (begin, end) in enumerate(self.pairs):
                 is_started, is_packed = self.starts[:, number] <= step, self.packed[:, number]
-                unpacked = self.chain.items[end - 1].first
+                following = self.chain.items[end].first if end < len(self.chain.items) else math.inf
+                unpacked = max(self.chain.items[end - 1].first, min(self.chain.items[end - 1].copied, following))
                 for item in self.chain.items[begin:end]:
                     is_sent = is_started & (step <= np.where(is_packed, unpacked, item.last))
                     is_copied = is_packed & (item.first <= step <= item.last)
@@ -196,7 +198,7 @@ def long_chain(random):
     reads = [(size, first, random.choice([first] * 9 + [random.randint(first, last)])) for size, first in items]
     reduced = [step for step in range(last) if random.random() < 0.3] * random.randint(0, 1)
     reductions = [Reduction(random.uniform(0, 5e-3), step) for step in reduced]
-    return Chain(seconds, held, [Item(*read) for read in reads], reductions)
+    return Chain(seconds, held, [Item(*read, copied=random.choice([0, read[1] + 1])) for read in reads], reductions)
 
 
 def units_of(chain, random):

@@ -144,7 +144,7 @@ class Capture:
         def draft(pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
             return RewrittenGraphs.of(pipeline.draft_inference(DraftModule.of(gm)))
 
-        with phase("rewriting"):
+        with _rewriting():
             plan = None if self.plan is None else self.plan(_program("inference", gm.graph), draft)
             self.on_graphs(RewrittenGraphs.of(self.pipeline(plan).rewrite_inference(gm), plan=plan))
 
@@ -179,6 +179,19 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def _rewriting() -> Iterator[None]:
+    """Inside, Python's garbage collector waits: graphs are many small objects, and nearly all of them live on."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with phase("rewriting"):
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _reads_shards(gm: torch.fx.GraphModule) -> bool:
@@ -224,7 +237,7 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        with phase("rewriting"):
+        with _rewriting():
             return self._rewritten(gm, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices") or ())
 
     def _rewritten(

@@ -25,6 +25,7 @@ class Item:
         first, last: the first and the last compute step that reads it.
         num_messages: where it is not packed.
         kind: only items of one kind can be in a gather.
+        copied: the last step that a part of it is copied out of a buffer for, where it is packed; not before `first`.
     """
 
     num_bytes: int
@@ -32,6 +33,7 @@ class Item:
     last: int
     num_messages: int = 1
     kind: int = 0
+    copied: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,15 @@ class Chain:
         for reduction in self.reductions:
             seconds[reduction.step] += reduction.seconds
         return [0.0, *accumulate(seconds)]
+
+    @property
+    def unpacked(self) -> list[int]:
+        """For each item, the last step at which a buffer that ends with it is in memory.
+
+        That is until the next item is used, even where that comes before its own last part.
+        """
+        nexts = [*(item.first for item in self.items[1:]), len(self.seconds) - 1]
+        return [max(item.first, min(item.copied, step)) for item, step in zip(self.items, nexts, strict=False)]
 
     @property
     def lowest_peak(self) -> int:
@@ -146,7 +157,7 @@ def evaluate(chain: Chain, plan: ChainPlan, channel: Channel) -> Outcome:
     At a position compute first starts the collectives that are due, then waits for and copies out one item after
     another, then runs the step. An item sent as a message of its own is in memory from the start of its gather to
     its last use. A packed one is in memory twice: in the buffer, from the start of its gather until the last of the
-    gather's items is first used, and as a copy, from its first use to its last.
+    gather's items is copied out, and as a copy, from its first use to its last.
     """
     clock = ChainClock(chain, plan, channel)
     peak = max(_in_memory(chain, _lives(chain, plan)), default=0)
@@ -195,11 +206,11 @@ def gather_seconds(chain: Chain, gather: ChainGather, channel: Channel) -> float
 
 def _lives(chain: Chain, plan: ChainPlan) -> Iterator[tuple[int, int, int]]:
     """Bytes, and the first and last step during which they are in memory."""
+    unpacked = chain.unpacked
     for gather in plan.gathers:
-        unpacked = chain.items[gather.end - 1].first
         for item in chain.items[gather.begin : gather.end]:
             if gather.is_packed:
-                yield item.num_bytes, gather.start, unpacked
+                yield item.num_bytes, gather.start, unpacked[gather.end - 1]
                 yield item.num_bytes, item.first, item.last
             else:
                 yield item.num_bytes, gather.start, item.last

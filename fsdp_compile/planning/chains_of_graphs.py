@@ -248,7 +248,8 @@ def _atoms(graph: torch.fx.Graph, step_of: Mapping[torch.fx.Node, int]) -> Itera
         if ops.is_call(node, ops.ALL_GATHER):  # parts are kept of it, or it is one
             kind = bucket
         number = kinds.setdefault(kind, len(kinds))
-        yield _Atom(bucket, Item(num_bytes(value), step_of[wait], step_of[free], num_messages(node), number))
+        copied = max(step_of[out] for out in ops.parameters_of(node))
+        yield _Atom(bucket, Item(num_bytes(value), step_of[wait], step_of[free], num_messages(node), number, copied))
 
 
 def _channel(work: Work, rings: Mapping[str, Ring], hardware: Hardware) -> Channel:

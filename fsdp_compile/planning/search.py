@@ -194,6 +194,25 @@ class _Extension(NamedTuple):
                 yield arrival + compute, done, arrival, state, self
 
 
+class _RoomBeside(NamedTuple):
+    """What a gather leaves to the gathers after it, whatever came before.
+
+    Attributes:
+        changed: gathers that end before this item start as if this one was not there.
+        clear: for each gather that cannot, by its end: when the channel is done with the reductions that are started
+            after the one before it could start, and before it can, on the clock of compute that waits for nothing.
+        clear_behind: the same of the reductions between the last of those and the next boundary.
+        reduced: for each of those gathers, the seconds of the reductions before it.
+        unpacking: bytes in buffers or copies during the step of the next boundary's first use.
+    """
+
+    changed: int
+    clear: Sequence[float]
+    clear_behind: float
+    reduced: Sequence[float]
+    unpacking: int
+
+
 _Candidate = tuple[float, float, float, _State, _Extension]
 """A state and what may follow: seconds of the state that the step leads to; the time on the channel at which the
 collective is done; seconds at which compute has waited for it; the state before; the step."""
@@ -207,6 +226,7 @@ class _Search:
         self.length = len(chain.items)
         self.breadth = _Breadth.for_chain(self.length)
         self.first = [item.first for item in chain.items]
+        self.unpacked = chain.unpacked
         self.position = [*self.first, len(chain.seconds)]  # of compute, at a boundary
         self.num_bytes = [0, *accumulate(item.num_bytes for item in chain.items)]  # before a boundary
         self.num_messages = [0, *accumulate(item.num_messages for item in chain.items)]
@@ -216,6 +236,7 @@ class _Search:
         self.reduced = chain.reduced
         self.clear = {is_packed: self._clear(is_packed) for is_packed in (False, True)}
         self.room = self._rooms(math.inf if limit is None else limit)
+        self.room_beside: dict[tuple[int, int, bool, int], _RoomBeside] = {}
         # How early a gather can start if nothing else is in memory, by its end.
         ahead = self.breadth.ahead
         starts = [0, *self._starts(range(1, self.length + 1), self.room)]
@@ -285,7 +306,7 @@ class _Search:
                 gather = ChainGather(begin, end, -1, is_packed)
                 if is_packed:
                     # The step that the last gather ended at is seen again: this one may have more to unpack there.
-                    steps = range(seen, self.first[end - 1] + 1)
+                    steps = range(seen, self.unpacked[end - 1] + 1)
                     least = min(least, *(self.room[step] - self._unpacking(gather, step) for step in steps))
                     seen = self.first[end - 1]
                 if least < self.num_bytes[end]:
@@ -303,30 +324,42 @@ class _Search:
     def _state(self, candidate: _Candidate) -> _State:
         """What the candidate leads to."""
         now, done, arrival, before, (gather, *_) = candidate
+        key = gather.begin, gather.end, gather.is_packed, before.unpacking
+        if (room := self.room_beside.get(key)) is None:
+            room = self.room_beside[key] = self._room_beside(gather, before.unpacking)
+        kept = slice(gather.end - gather.begin, room.changed - gather.begin - 1)
+        launches = [max(done, launch) for launch in before.launches[kept]]
+        free = max(done, before.free)
+        delay = arrival - self.clock[self.first[gather.begin]] - self._copies(gather, 0, gather.begin)
+        for clear in room.clear:
+            free = max(free, delay + clear)
+            launches.append(free)
+        free = max(free, delay + room.clear_behind, now - self.reduced[self.position[gather.end]])
+        reduced = (*before.reduced[kept], *room.reduced)
+        return _State(now, free, tuple(launches), reduced, room.unpacking, gather, before)
+
+    def _room_beside(self, gather: ChainGather, unpacking: int) -> _RoomBeside:
+        """The room for what comes after the gather, if `unpacking` bytes more are in memory during its first use."""
         begin, end, first = gather.begin, gather.end, self.first[gather.begin]
-        last, unpacking = self.first[end - 1] if gather.is_packed else first, 0
+        last, beside = self.unpacked[end - 1] if gather.is_packed else first, 0
         lows = _Lows()
         for step in range(first, last + 1):
-            unpacking = self._unpacking(gather, step) + (before.unpacking if step == first else 0)
-            lows.add(step, self.room[step] - unpacking)
+            beside = self._unpacking(gather, step) + (unpacking if step == first else 0)
+            lows.add(step, self.room[step] - beside)
         # Gathers that end before `changed` have room during all of these steps, and could start earlier. The others
         # start in between, at a position that compute reaches after it has waited for this gather.
-        reach, boundary = self._reach(end), self.position[end]
+        reach, boundary, clear = self._reach(end), self.position[end], self.clear[gather.is_packed]
         changed = min(bisect_right(self.earliest, first), bisect_right(self.num_bytes, lows.rooms[0]), reach + 1)
-        kept = slice(end - begin, changed - begin - 1)
-        launches, reduced = [max(done, launch) for launch in before.launches[kept]], list(before.reduced[kept])
-        free, passed, clear = max(done, before.free), first, self.clear[gather.is_packed]
-        delay = arrival - self.clock[first] - self._copies(gather, 0, begin)
+        starts = [first]
         for later in range(max(changed, end + 1), reach + 1):
             start = max(self.earliest[later], lows.last_below(self.num_bytes[later]) + 1)
             if start > boundary:
                 break
-            free, passed = max(free, delay + max(clear[passed:start], default=-math.inf)), start
-            launches.append(free)
-            reduced.append(self.reduced[start])
-        free = max(free, delay + max(clear[passed:boundary], default=-math.inf), now - self.reduced[boundary])
-        unpacking = unpacking if last == boundary else 0
-        return _State(now, free, tuple(launches), tuple(reduced), unpacking, gather, before)
+            starts.append(start)
+        ends = [*starts[1:], boundary]
+        *clears, behind = (max(clear[a:b], default=-math.inf) for a, b in zip(starts, ends, strict=True))
+        reduced = [self.reduced[start] for start in starts[1:]]
+        return _RoomBeside(changed, clears, behind, reduced, beside if last == boundary else 0)
 
     def _bytes(self, begin: int, end: int) -> int:
         return self.num_bytes[end] - self.num_bytes[begin]
@@ -382,7 +415,7 @@ class _Search:
         gathers.reverse()
         rooms = list(self.room)
         for gather in gathers:
-            for step in range(self.first[gather.begin], self.first[gather.end - 1] + 1):
+            for step in range(self.first[gather.begin], self.unpacked[gather.end - 1] + 1):
                 rooms[step] -= self._unpacking(gather, step)
         starts = self._starts([gather.end for gather in gathers], rooms)
         return ChainPlan(tuple(dataclasses.replace(b, start=start) for b, start in zip(gathers, starts, strict=True)))

@@ -19,6 +19,7 @@ from ..costs.nodes import Compiler
 from ..costs.predict import Prediction, bytes_text, predict
 from ..errors import ConfigError
 from ..graphs import Draft, RewrittenGraphs
+from ..passes import ops
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
@@ -29,6 +30,7 @@ MARGIN = 0.05
 
 _UNDER_WAY = (2, 4)  # numbers of reductions at once that are tried besides one
 _TRIES = 3  # limits that plans are made for, until one fits
+_MUCH = 1.005  # what more memory has to win before other activations are tried
 _ACTIVATIONS = (0.75, 0.5, 0.25)  # activation memory budgets that are tried where memory is short
 
 
@@ -160,6 +162,8 @@ class _Program:
         """The plan with more reductions under way, as long as that is worth it."""
         for number in _UNDER_WAY:
             seconds = found.prediction.seconds
+            if SAME * (seconds - _waited_for_reductions(found.prediction)) >= seconds:
+                return
             found = self.found(dataclasses.replace(plan, reductions=number))
             yield found
             if found.prediction.seconds * SAME >= seconds:
@@ -183,7 +187,22 @@ def _is_short(step: StepChains, best: Estimate | None, candidates: Sequence[Foun
     if best is None or not any(found.peak <= limit for found in candidates):
         return True
     unlimited = step.best(sys.maxsize)
-    return unlimited is not None and best.seconds > SAME * unlimited.seconds
+    return unlimited is not None and best.seconds > _MUCH * unlimited.seconds
+
+
+def _waited_for_reductions(prediction: Prediction) -> float:
+    """Seconds that compute stands still for reductions while there is more to compute."""
+    if prediction.work.backward is None:
+        return 0.0
+    exposed, waited = prediction.timeline.exposed, 0.0
+    kernels = {kernel.nodes[-1] for kernel in prediction.work.backward.kernels}
+    so_far = 0.0
+    for node in prediction.work.backward.graph.nodes:
+        if node in exposed and ops.is_reduction(node.all_input_nodes[0]):
+            so_far += exposed[node]
+        elif node in kernels:
+            waited = so_far
+    return waited
 
 
 @dataclasses.dataclass(frozen=True)
