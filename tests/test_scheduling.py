@@ -70,6 +70,33 @@ def test_time_rises_as_the_budget_shrinks_and_the_peak_obeys():
         planned(model, SLOW, memory_budget="0.1 MiB")
 
 
+class Deep(nn.Module):
+    """Units of several parameters, used one after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.units = nn.ModuleList(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(12))
+
+    def forward(self, x):
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+    def inputs(self, batch, seed):
+        return (rows(64, batch),)
+
+
+def test_packed_buffers_that_parameters_are_still_copied_out_of_are_counted():
+    model, options = Deep(), {"collective_lowering": "packed"}
+    free = predict(planned(model, COSTLY, **options), COSTLY)
+    seconds = [free.seconds]
+    for part in (0.9, 0.7):
+        budget = int(free.memory.peak.total * part / 0.95)
+        seconds.append(predict(planned(model, COSTLY, memory_budget=budget, **options), COSTLY).seconds)
+    assert seconds == sorted(seconds)
+    assert seconds[-1] < 1.5 * free.seconds  # otherwise nothing is found but what gathers all units by themselves
+
+
 def test_where_memory_is_short_activations_are_computed_again():
     model = build("gpt")
     free = predict(planned(model, FAST), FAST).memory.peak

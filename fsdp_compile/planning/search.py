@@ -340,7 +340,7 @@ class _Search:
 
     def _room_beside(self, gather: ChainGather, unpacking: int) -> _RoomBeside:
         """The room for what comes after the gather, if `unpacking` bytes more are in memory during its first use."""
-        begin, end, first = gather.begin, gather.end, self.first[gather.begin]
+        end, first = gather.end, self.first[gather.begin]
         last, beside = self.unpacked[end - 1] if gather.is_packed else first, 0
         lows = _Lows()
         for step in range(first, last + 1):

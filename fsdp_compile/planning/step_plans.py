@@ -30,7 +30,7 @@ MARGIN = 0.05
 
 _UNDER_WAY = (2, 4)  # numbers of reductions at once that are tried besides one
 _TRIES = 3  # limits that plans are made for, until one fits
-_MUCH = 1.005  # what more memory has to win before other activations are tried
+_WORTH_IT = 1.02  # what there has to be won for other activations to be tried: torch's partitioner takes long for them
 _ACTIVATIONS = (0.75, 0.5, 0.25)  # activation memory budgets that are tried where memory is short
 
 
@@ -107,7 +107,12 @@ def find_plan(draft: Draft, leeway: Leeway, goal: Goal, unplanned: RewrittenGrap
             seconds = [found.prediction.seconds for found in candidates if found.peak <= limit]
             if step.compute >= min(seconds, default=math.inf):
                 break  # what is computed again costs more than memory would gain; with fewer activations, even more
-            candidates += program.planned(step, step.best(limit), activations)
+            before, best = _seconds(best), step.best(limit)
+            if _seconds(best) > before:
+                break
+            candidates += program.planned(step, best, activations)
+            if before < _WORTH_IT * _seconds(best) < math.inf:
+                break  # another such step wins less
     fitting = [found for found in candidates if found.peak <= limit]
     if fitting:
         fastest = min(found.prediction.seconds for found in fitting)
@@ -187,7 +192,11 @@ def _is_short(step: StepChains, best: Estimate | None, candidates: Sequence[Foun
     if best is None or not any(found.peak <= limit for found in candidates):
         return True
     unlimited = step.best(sys.maxsize)
-    return unlimited is not None and best.seconds > _MUCH * unlimited.seconds
+    return unlimited is not None and best.seconds > _WORTH_IT * unlimited.seconds
+
+
+def _seconds(estimate: Estimate | None) -> float:
+    return math.inf if estimate is None else estimate.seconds
 
 
 def _waited_for_reductions(prediction: Prediction) -> float:
