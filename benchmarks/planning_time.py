@@ -1,25 +1,35 @@
-"""How many processor seconds the search for a plan takes, and how that grows with the number of parameters.
+"""How many processor seconds planning takes, and how that grows with the number of parameters or of layers.
 
     python benchmarks/planning_time.py                        # about a minute; no GPU, nothing in memory
     python benchmarks/planning_time.py --parameters 500
+    python benchmarks/planning_time.py --layers 8 32 80 126   # of Llama 3 405B: about six minutes
 
-Chains are those of transformer layers: nine parameters each, of very different bytes, and compute that takes half as
-long to twice as long as gathering them. "forward" has no reductions, "backward" one for each layer. A limit leaves room
-for one layer beyond what any plan needs.
+With layers, the model is rewritten for 64 H200 once without and once with a plan: what the second takes longer is
+planning, with all that is predicted for it. Otherwise it is the search alone. Chains are those of transformer layers:
+nine parameters each, of very different bytes, and compute that takes half as long to twice as long as gathering them.
+"forward" has no reductions, "backward" one for each layer. A limit leaves room for one layer beyond what any plan needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
+import sys
 import time
+from pathlib import Path
 from random import Random
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from fsdp_compile import rewrite
 from fsdp_compile.planning.chains import Chain, Channel, Item, Reduction
 from fsdp_compile.planning.search import best_plan
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from llama import LLAMA3_405B, inputs, on_meta
 
 MIB = 2**20
 LAYER = [0.01, 32, 8, 8, 32, 0.01, 112, 112, 112]  # MiB: those of Llama 3 8B in bf16
@@ -45,10 +55,26 @@ def planning_seconds(num_parameters: int, *, is_backward: bool, is_limited: bool
     return time.process_time() - begin
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, nargs="+", default=[100, 300, 1000, 3000, 10000])
-    options = parser.parse_args()
+def rewriting_seconds(num_layers: int, *, is_planned: bool) -> float:
+    """Processor seconds from a model on the meta device to its rewritten graphs."""
+    model = on_meta(dataclasses.replace(LLAMA3_405B, layers=num_layers), torch.bfloat16)
+    begin = time.process_time()
+    rewrite(model, *inputs(1, 1024), world_size=64, hardware="h200" if is_planned else None)
+    return time.process_time() - begin
+
+
+def table_of_layers(numbers: list[int]) -> Table:
+    table = Table(title="Processor seconds until the graphs of Llama 3 405B with so many layers are rewritten")
+    for name in ("layers", "without a plan", "with a plan", "planning"):
+        table.add_column(name, justify="right")
+    rewriting_seconds(1, is_planned=True)  # imports
+    for number in sorted(numbers):
+        without, planned = (rewriting_seconds(number, is_planned=way) for way in (False, True))
+        table.add_row(str(number), *(f"{seconds:.1f}" for seconds in (without, planned, planned - without)))
+    return table
+
+
+def table_of_chains(numbers: list[int]) -> Table:
     table = Table(title="Processor seconds of best_plan; exponent: of the growth since the row before")
     kinds = [(is_backward, is_limited) for is_backward in (False, True) for is_limited in (False, True)]
     table.add_column("parameters", justify="right")
@@ -57,7 +83,7 @@ def main() -> None:
         table.add_column(name, justify="right")
         table.add_column("exponent", justify="right")
     before: tuple[int, list[float]] | None = None
-    for number in sorted(options.parameters):
+    for number in sorted(numbers):
         found = [planning_seconds(number, is_backward=way, is_limited=limited) for way, limited in kinds]
         cells = []
         for index, seconds in enumerate(found):
@@ -65,6 +91,15 @@ def main() -> None:
             cells += [f"{seconds:.2f}", "" if growth is None else f"{growth:.2f}"]
         table.add_row(f"{number:,}", *cells)
         before = number, found
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[100, 300, 1000, 3000, 10000])
+    parser.add_argument("--layers", type=int, nargs="+", help="plan the graphs of models instead of chains")
+    options = parser.parse_args()
+    table = table_of_layers(options.layers) if options.layers else table_of_chains(options.parameters)
     Console(width=110).print(table)
 
 
