@@ -7,7 +7,7 @@
 With layers, the model is rewritten for 64 H200 once without and once with a plan: what the second takes longer is
 planning, with all that is predicted for it. Otherwise it is the search alone. Chains are those of transformer layers:
 nine parameters each, of very different bytes, and compute that takes half as long to twice as long as gathering them.
-"forward" has no reductions, "backward" one for each layer. A limit leaves room for one layer beyond what any plan needs.
+"forward" has no reductions, "backward" one for each layer. A limit leaves room for a layer more than any plan needs.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from ..runtime.wrappers import note_sharded
 from .own_units import OwnUnits, own_units_below, own_units_of
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(unsafe_hash=True)
 class UnitState:
-    """Of one sharded module. Names are torch's.
+    """Of one sharded module, equal to any other of it. Names are torch's.
 
     Attributes:
         _comm_ctx: what `share_comm_ctx` gives to several models; here their collectives share the streams of the
@@ -25,7 +25,7 @@ class UnitState:
     """
 
     module: nn.Module
-    _comm_ctx: Any = None
+    _comm_ctx: Any = dataclasses.field(default=None, compare=False)
 
     @property
     def _fsdp_param_groups(self) -> list[ParamGroup]:
@@ -59,12 +59,12 @@ class AllStates:
     all_states: list[UnitState]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(unsafe_hash=True)
 class ParamGroup:
     """The units of one call; `comm_ctx` as that of `UnitState`."""
 
     own: OwnUnits
-    comm_ctx: Any = None
+    comm_ctx: Any = dataclasses.field(default=None, compare=False)
 
     def post_backward(self, *_: Any) -> None:
         """Reduce what was kept, if it is not to be kept on."""

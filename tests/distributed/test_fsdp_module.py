@@ -524,8 +524,10 @@ def test_a_pipeline_reduces_what_was_kept(world_size):
     step(model)
     expected(*global_batch(expected, 0)).backward()
     model.set_requires_gradient_sync(True)
-    for state in model._get_fsdp_state()._state_ctx.all_states:
-        for group in state._fsdp_param_groups:
-            group.post_backward()
+    states = model._get_fsdp_state()._state_ctx.all_states
+    assert len(set(states)) == len(states)
+    assert model._get_fsdp_state() in states
+    for group in {group for state in states for group in state._fsdp_param_groups}:
+        group.post_backward()
     assert_same_gradients(model, expected)
     assert dist.get_world_size() == world_size
