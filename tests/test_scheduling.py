@@ -2,7 +2,9 @@
 
 import dataclasses
 import sys
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import expecttest
 import pytest
@@ -13,6 +15,7 @@ from fsdp_compile import ConfigError, rewrite
 from fsdp_compile.costs import HARDWARE, Link, predict
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.plan import StepPlan
+from fsdp_compile.planning.step_plans import Goal
 from tests.models import build
 from tests.passes.tiny import four_layers, rows
 
@@ -54,6 +57,14 @@ def test_a_plan_is_never_slower_than_no_plan(hardware):
     assert found.seconds <= plain.seconds
     if hardware in (SLOW, COSTLY):  # there is something to gain: what is kept is not gathered again
         assert found.seconds < 0.95 * plain.seconds
+
+
+@pytest.mark.parametrize(("hardware", "is_planned"), [(FAST, False), (COSTLY, True)], ids=["fast", "costly"])
+def test_a_plan_that_nobody_asked_for_has_to_win_something(hardware, is_planned):
+    with patch("fsdp_compile.api.Goal", partial(Goal, is_within_plain=True)):
+        graphs = planned(build("gpt"), hardware)
+    assert (graphs.plan is not None) == is_planned
+    assert planned(build("gpt"), hardware).plan is not None
 
 
 def test_time_rises_as_the_budget_shrinks_and_the_peak_obeys():

@@ -30,6 +30,7 @@ MARGIN = 0.05
 
 _UNDER_WAY = (2, 4)  # numbers of reductions at once that are tried besides one
 _TRIES = 3  # limits that plans are made for, until one fits
+_SURE = 1.03  # what a plan that nobody asked for has to win: predictions are no better than that
 _WORTH_IT = 1.02  # what there has to be won for other activations to be tried: torch's partitioner takes long for them
 _ACTIVATIONS = (0.75, 0.5, 0.25)  # activation memory budgets that are tried where memory is short
 
@@ -41,7 +42,8 @@ class Goal:
     Attributes:
         memory_budget: bytes that a rank may hold during a step; None for all that the hardware has.
         compiler: what compiles the graphs; see `costs.nodes.Compiler`.
-        is_within_plain: whether the peak may be no higher than without a plan.
+        is_within_plain: whether the peak may be no higher than without a plan, which is also what is left where a plan
+            wins little.
     """
 
     hardware: Hardware
@@ -96,6 +98,8 @@ def find_plan(draft: Draft, leeway: Leeway, goal: Goal, unplanned: RewrittenGrap
         ConfigError: no plan fits into a memory budget. Without one, what needs least is returned.
     """
     plain = Found(None, predict(unplanned, goal.hardware, compiler=goal.compiler))
+    if goal.is_within_plain and plain.prediction.seconds <= _SURE * _of_the_model(plain.prediction):
+        return plain
     limit = plain.peak if goal.is_within_plain else goal.limit
     program = _Program(draft, leeway, goal, limit)
     step = program.step(None)
@@ -116,6 +120,8 @@ def find_plan(draft: Draft, leeway: Leeway, goal: Goal, unplanned: RewrittenGrap
     fitting = [found for found in candidates if found.peak <= limit]
     if fitting:
         fastest = min(found.prediction.seconds for found in fitting)
+        if goal.is_within_plain and plain.prediction.seconds <= _SURE * fastest:
+            return plain
         return min((found for found in fitting if found.prediction.seconds <= SAME * fastest), key=lambda f: f.peak)
     least = min(candidates, key=lambda found: found.peak)
     if goal.memory_budget is not None:
@@ -197,6 +203,13 @@ def _is_short(step: StepChains, best: Estimate | None, candidates: Sequence[Foun
 
 def _seconds(estimate: Estimate | None) -> float:
     return math.inf if estimate is None else estimate.seconds
+
+
+def _of_the_model(prediction: Prediction) -> float:
+    """Seconds of what the model computes and of the optimizer, which no plan changes."""
+    kernels = [kernel for side in prediction.work.sides for kernel in side.kernels]
+    computed = [kernel for kernel in kernels if not all(map(ops.is_dialect, kernel.nodes))]
+    return prediction.optimizer_seconds + sum(kernel.seconds(prediction.hardware) for kernel in computed)
 
 
 def _waited_for_reductions(prediction: Prediction) -> float:
