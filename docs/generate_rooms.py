@@ -35,6 +35,7 @@ FROM_THE_TOP = (
     "dependence",
     "checks",
     "progress",
+    "cache",
     "environment",
     "errors",
     "passes",

@@ -128,6 +128,7 @@ def environment() -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": "1",
         "FSDP_COMPILE_HARDWARE": "0",  # schedules that tests look at do not depend on this machine
+        "XDG_CACHE_HOME": str(session_directory() / "cache"),  # nor on what was kept before
         "TORCHINDUCTOR_CACHE_DIR": str(session_directory() / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile in the process itself: no further pool of workers
     }

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..environment import hardware_by_environment, is_first_rank, user_cache
+from ..cache import keep_text, kept_text, path_of
+from ..environment import hardware_by_environment, is_first_rank
 from ..errors import ConfigError
 from ..runtime.agreement import agreement_of
 from ..runtime.comparison import Line
@@ -52,16 +52,17 @@ def hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, ranks_per_no
     if found is not None or (mesh is not None and agreement is None):
         return found
     ranks_per_node = ranks_per_node or 1
-    path = _path_for(device, ranks_per_node)
+    file = _file_for(device, ranks_per_node)
     ranks = () if mesh is None else tuple(mesh.mesh.flatten().tolist())
-    if (ranks, path) not in _known:
+    known = ranks, path_of(file)
+    if known not in _known:
         statement = [Line("options: planning for the hardware at hand")]
-        kept = _kept(path) if agreement is None else agreement.decided_by_first(statement, lambda: _kept(path))
+        kept = _kept(file) if agreement is None else agreement.decided_by_first(statement, lambda: _kept(file))
         hardware = Hardware.from_json(kept) if kept else None
         if max(1, len(ranks)) < _world_size():
             return hardware
-        _known[ranks, path] = _measured(device, ranks_per_node, hardware)
-    return _known[ranks, path]
+        _known[known] = _measured(device, ranks_per_node, hardware)
+    return _known[known]
 
 
 def _world_size() -> int:
@@ -82,19 +83,9 @@ def _measured(device: torch.device, ranks_per_node: int, kept: Hardware | None) 
 
 
 def keep(device: torch.device, hardware: Hardware) -> None:
-    """Keep the profile of these ranks for `hardware_at_hand`, if this is the first of them.
-
-    The file is written whole or not at all; where that is not possible, the next start measures again.
-    """
-    if not is_first_rank():
-        return
-    path = _path_for(device, hardware.ranks_per_node)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            made = Path(scratch) / path.name
-            made.write_text(hardware.to_json() + "\n")
-            made.replace(path)
+    """Keep the profile of these ranks for `hardware_at_hand`, if this is the first of them."""
+    if is_first_rank():
+        keep_text(_file_for(device, hardware.ranks_per_node), hardware.to_json() + "\n")
 
 
 def _name(device: torch.device) -> str:
@@ -125,15 +116,15 @@ def _description(device: torch.device, ranks_per_node: int) -> dict[str, Any]:
     }
 
 
-def _path_for(device: torch.device, ranks_per_node: int) -> Path:
+def _file_for(device: torch.device, ranks_per_node: int) -> str:
+    """The name of the file that the profile is kept in."""
     described = json.dumps(_description(device, ranks_per_node), sort_keys=True)
-    digest = hashlib.sha256(described.encode()).hexdigest()[:16]
-    return user_cache() / f"hardware-{digest}.json"
+    return f"hardware-{hashlib.sha256(described.encode()).hexdigest()[:16]}.json"
 
 
-def _kept(path: Path) -> str:
+def _kept(file: str) -> str:
     """The profile that was kept, as JSON; nothing if there is none that can be read."""
     try:
-        return Hardware.from_json(path.read_text()).to_json()
-    except (OSError, UnicodeDecodeError, ConfigError):
+        return Hardware.from_json(kept_text(file) or "").to_json()
+    except ConfigError:
         return ""

@@ -115,7 +115,7 @@ class Sharding(Shards):
                 return make()
             return agreement.decided_by_first(statement_of_graphs(unplanned), make)
 
-        return Planner(leeway, goal, self.plans, decide)
+        return Planner(leeway, goal, self.plans, decide, keeps=True)
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks what a call raised on this one; RuntimeError if they cannot be told."""

@@ -24,6 +24,7 @@ from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
 from .chains_of_graphs import SAME, Estimate, StepChains
+from .kept_plans import keep_plan, kept_plan, name_of
 
 MARGIN = 0.05
 """The part of a memory budget that plans leave: predictions of the peak are within so much of what is measured."""
@@ -234,12 +235,14 @@ class Planner:
     Attributes:
         plans: those made so far, by program; None for what needs no plan.
         decide: (the graphs without a plan, what to do) to what the first rank's doing of it returned.
+        keeps: whether plans are kept for the next start, and taken from the last.
     """
 
     leeway: Leeway
     goal: Goal
     plans: dict[str, StepPlan | None]
     decide: Callable[[RewrittenGraphs, Callable[[], str]], str]
+    keeps: bool = False
 
     def plan(self, program: str, draft: Draft) -> StepPlan | None:
         """The plan of a program, which is the parameters that it reads in order, and whether it has a backward.
@@ -259,8 +262,19 @@ class Planner:
         return plan
 
     def _made(self, draft: Draft, unplanned: RewrittenGraphs) -> str:
-        with phase("planning"):
-            plan = find_plan(draft, self.leeway, self.goal, unplanned).plan
+        with phase("planning") as planning:
+            if not self.keeps:
+                plan = find_plan(draft, self.leeway, self.goal, unplanned).plan
+                return plan.to_json() if plan else ""
+            leeway = self.leeway
+            conditions = self.goal, leeway.base, leeway.pipeline(None), leeway.forms, leeway.fixed, leeway.activations
+            name = name_of(unplanned, *conditions)
+            is_kept, plan = kept_plan(name)
+            if is_kept:
+                planning.remark = " (from the cache)"
+            else:
+                plan = find_plan(draft, leeway, self.goal, unplanned).plan
+                keep_plan(name, plan)
         return plan.to_json() if plan else ""
 
 

@@ -17,6 +17,7 @@ from fsdp_compile.costs import HARDWARE, Hardware, Link, at_hand
 from fsdp_compile.costs.at_hand import hardware_at_hand
 from fsdp_compile.costs.predict import predict
 from fsdp_compile.module.sharding import sharding_of
+from fsdp_compile.planning import step_plans
 from tests.distributed.test_plans import SLOW
 from tests.distributed.training import assert_trains_as, backend_of, batch_of_rank
 from tests.models import build
@@ -101,15 +102,50 @@ def test_a_part_of_the_ranks_is_planned_for_if_asked_and_measures_nothing(world_
     assert measured.call_count == 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@on_ranks(2)
-def test_by_default_a_plan_is_no_slower_and_holds_no_more_than_none(world_size, backend):
+@contextlib.contextmanager
+def planning_by_default():
+    """For a slow profile, on a machine where nothing is kept; gives the searches for plans that this rank makes."""
     profile = [None]
     if dist.get_rank() == 0:
         profile = [tempfile.mkstemp(dir=session_directory())[1]]
         Path(profile[0]).write_text(SLOW.to_json())
     dist.broadcast_object_list(profile)
-    with a_new_machine(FSDP_COMPILE_HARDWARE=profile[0]), watched("calibrate") as measured:
+    watching = mock.patch.object(step_plans, "find_plan", wraps=step_plans.find_plan)
+    with a_new_machine(FSDP_COMPILE_HARDWARE=profile[0]) as folder, watching as searched:
+        yield folder, searched
+
+
+@on_ranks(2)
+def test_the_next_start_takes_the_plan_that_was_kept(world_size):
+    is_first = dist.get_rank() == 0
+
+    def plan(batch=4, **options):
+        torch._dynamo.reset()
+        model = fsdp_compile(build("gpt"), backend="aot_eager", **options)
+        model(*build("gpt").inputs(batch, 0)).backward()
+        return model.graphs[-1].plan
+
+    with planning_by_default() as (folder, searched):
+        first = plan()
+        assert first is not None
+        assert plan() == first
+        assert searched.call_count == is_first
+        plan(batch=8), plan(memory_budget="1 GiB"), plan(collective_lowering="grouped")  # other graphs, goals, options
+        assert searched.call_count == 4 * is_first
+        if is_first:
+            kept = list(folder.glob("plan-*.json"))
+            assert len(kept) == 4
+            for path in kept:
+                path.write_text("{}")  # by whoever it was
+        dist.barrier()
+        assert plan() == first
+        assert searched.call_count == 5 * is_first
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_by_default_a_plan_is_no_slower_and_holds_no_more_than_none(world_size, backend):
+    with planning_by_default(), watched("calibrate") as measured:
         model = fsdp_compile(build("gpt"), backend=backend)
         assert_trains_as(model, build("gpt"))
         plain = fsdp_compile(build("gpt"), backend=backend, hardware=False)
