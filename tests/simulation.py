@@ -132,8 +132,8 @@ def _shards(reading: nn.Module) -> list[Sharded]:
     for module in reading.modules():
         for read in vars(module).get("_fsdp_reads", {}).values():
             if isinstance(read, Read):
-                bucket, name, offset, rows, size, *_ = read.arguments
-                shape, dim, *_ = read.parts or (rows, 0)
+                *_, parts, (bucket, name, offset, rows, size, *_) = read.constants
+                shape, dim, *_ = parts or (rows, 0)
                 entry = found.setdefault(id(read.shard.data), (read.shard.data, bucket, size, {}))
                 entry[3][name] = name, offset, tuple(shape), dim
     return [Sharded(data, bucket, list(slots.values()), size) for data, bucket, size, slots in found.values()]

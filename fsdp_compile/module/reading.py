@@ -21,7 +21,7 @@ from ..layout.buckets import Layout
 from ..runtime.gradients import in_backward
 from ..runtime.meta import off_meta
 from ..runtime.modules import CalledByItself, Recurrent, not_captured
-from ..runtime.reads import LocalRead, Read, StandIn
+from ..runtime.reads import LocalRead, Read, StandIn, read_parameter
 from ..runtime.recomputation import checkpoint_in_forward
 from ..runtime.wrappers import RefusesWrappers
 from .loading import shard_state
@@ -282,6 +282,6 @@ def _getter(name: str) -> Any:
             if name not in module._parameters:
                 raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
             return module._parameters[name]
-        return read(module, name)  # type: ignore[no-any-return]
+        return read_parameter(read, module, name)
 
     return get

@@ -185,7 +185,7 @@ class FlatShard:
         """Another layout of the same places: forwards read by it from now on."""
         self.layout = layout
         for read, slot in zip(self.reads, layout.slots, strict=True):
-            read.arguments = layout.unshard_arguments(slot)
+            read.change_arguments(layout.unshard_arguments(slot))
 
     def check_views(self) -> None:
         """Before a forward, see that every parameter is a view into the shard; take over values moved elsewhere.
@@ -278,7 +278,8 @@ class FlatShard:
                 "or call model.to_empty(device=...) and load or initialize its values"
             )
         for read, parameter in zip(self.reads, self.parameters, strict=True):
-            read.is_frozen = not parameter.requires_grad
+            if read.is_frozen == parameter.requires_grad:
+                read.is_frozen = not parameter.requires_grad
         self.gradient, self.accumulated = "reduce", None
         if self.accumulation is not None:
             self.accumulation.is_taken = False  # by a backward that ended in an exception

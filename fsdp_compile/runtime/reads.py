@@ -17,32 +17,34 @@ from .assembly import ASSEMBLE
 class Read:
     """What `fsdp::unshard` takes: the shard, and the constants that say what to take out of it.
 
+    Dynamo guards on whatever is looked up here, of every parameter and before every call: constants are one tuple.
+
     Attributes:
-        parts: of a parameter that is not sharded on its first dimension, what `fsdp::assemble` takes besides.
+        constants: whether the parameter is frozen; whether it is distributed; of one that is not sharded on its first
+            dimension, what `fsdp::assemble` takes besides; what `fsdp::unshard` takes besides.
         distribution: over other ranks, which a forward sees.
     """
 
     shard: Readable
-    arguments: tuple[Any, ...]
-    is_frozen: bool
-    parts: tuple[Any, ...] | None = None
+    constants: tuple[bool, bool, tuple[Any, ...] | None, tuple[Any, ...]]
     distribution: Distribution | None = None
 
     @classmethod
     def of(cls, shard: Readable, layout: Layout, slot: Slot, *, is_frozen: bool) -> Read:
-        parts = layout.assemble_arguments(slot)
-        return cls(shard, layout.unshard_arguments(slot), is_frozen, parts, slot.distribution)
+        parts, arguments = layout.assemble_arguments(slot), layout.unshard_arguments(slot)
+        return cls(shard, (is_frozen, slot.distribution is not None, parts, arguments), slot.distribution)
 
-    def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
-        if not self.shard.key:  # Dynamo guards on it: a graph knows the shards that it was compiled for
-            raise AssertionError("a shard without a key")
-        gradient = "none" if self.is_frozen else self.shard.gradient
-        full: torch.Tensor = torch.ops.fsdp.unshard.default(
-            self.shard.data, self.shard.accumulated, gradient, *self.arguments
-        )
-        if self.parts is not None:
-            full = ASSEMBLE(full, *self.parts)
-        return full if self.distribution is None else self.distribution.around(full)
+    @property
+    def is_frozen(self) -> bool:
+        return self.constants[0]
+
+    @is_frozen.setter
+    def is_frozen(self, is_frozen: bool) -> None:
+        self.constants = (is_frozen, *self.constants[1:])
+
+    def change_arguments(self, arguments: tuple[Any, ...]) -> None:
+        """Have `fsdp::unshard` take these from now on."""
+        self.constants = (*self.constants[:3], arguments)
 
 
 @dataclasses.dataclass
@@ -53,10 +55,21 @@ class LocalRead:
     device: torch.device | None
     is_full: bool = False
 
-    def __call__(self, module: nn.Module, name: str) -> torch.Tensor:
+
+def read_parameter(read: Read | LocalRead, module: nn.Module, name: str) -> torch.Tensor:
+    """The full tensor of the parameter `name` of the module."""
+    if isinstance(read, LocalRead):
         parameter: Any = module._parameters[name]
-        dtype = parameter.dtype if self.is_full or self.dtype is None else self.dtype
-        return parameter.to(dtype=dtype, device=self.device or parameter.device)  # type: ignore[no-any-return]
+        dtype = parameter.dtype if read.is_full or read.dtype is None else read.dtype
+        return parameter.to(dtype=dtype, device=read.device or parameter.device)  # type: ignore[no-any-return]
+    is_frozen, is_distributed, parts, arguments = read.constants
+    if not read.shard.key:  # Dynamo guards on it: a graph knows the shards that it was compiled for
+        raise AssertionError("a shard without a key")
+    gradient = "none" if is_frozen else read.shard.gradient
+    full: torch.Tensor = torch.ops.fsdp.unshard.default(read.shard.data, read.shard.accumulated, gradient, *arguments)
+    if parts is not None:
+        full = ASSEMBLE(full, *parts)
+    return read.distribution.around(full) if is_distributed and read.distribution is not None else full
 
 
 class Readable(Protocol):
