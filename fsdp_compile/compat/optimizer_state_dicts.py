@@ -164,7 +164,8 @@ def _named(state: State, model: nn.Module, parameters: dict[str, torch.Tensor], 
     The states of parameters are in the order of the model, whichever order the optimizer of a rank has.
 
     Raises:
-        RankError: full tensors are asked for, and the optimizers of two ranks have states for different parameters.
+        RankError: full tensors are asked for, and the optimizers of two ranks have states for different sharded
+            parameters. Others may differ: a rank's own part of a table of embeddings, say.
     """
     named = _renamed(state, dict(enumerate(parameters)))
     in_order = dict.fromkeys([*_names(model).values(), *named["state"]])
@@ -172,7 +173,11 @@ def _named(state: State, model: nn.Module, parameters: dict[str, torch.Tensor], 
     is_full, to_cpu = isinstance(config, FullOptimStateDictConfig), config.offload_to_cpu
     sharding = sharding_around(model)
     if is_full and sharding is not None and sharding.agreement is not None:
-        states = [f"the state of {name}: {', '.join(values)}" for name, values in named["state"].items()]
+        gathered = {
+            name: [key for key, value in values.items() if isinstance(value, DTensor)]
+            for name, values in named["state"].items()
+        }
+        states = [f"the state of {name}: {', '.join(keys)}" for name, keys in gathered.items() if keys]
         sharding.agreement.agree([Line("a full state of an optimizer"), *map(Line, states)])
     named["state"] = {
         name: {key: _owned(value, is_full, to_cpu) for key, value in values.items()}

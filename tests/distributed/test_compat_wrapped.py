@@ -337,6 +337,35 @@ def full_state_of_some():
         FSDP.full_optim_state_dict(model, optimizer)
 
 
+class Tables(nn.Module):
+    """A dense part, and a table of each rank's own, as models of torchrec have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+        self.add_module(f"table{dist.get_rank()}", nn.Linear(4, 4))
+
+    @property
+    def own(self):
+        return self.get_submodule(f"table{dist.get_rank()}")
+
+    def forward(self, x):
+        return self.dense(x) + self.own(x)
+
+
+@on_ranks(2)
+def test_a_full_state_has_what_a_rank_holds_alone(world_size):
+    model = Tables()
+    wrapped = FSDP(model, ignored_modules=[model.own], backend="aot_eager")
+    optimizer = adamw(wrapped.parameters())
+    wrapped(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = FSDP.full_optim_state_dict(wrapped, optimizer, rank0_only=False)["state"]
+    assert set(state) == {name for name, _ in Tables().named_parameters()}
+    for name, values in state.items():
+        assert values["exp_avg"].shape == model.get_parameter(name).shape
+
+
 def test_a_full_state_that_ranks_have_not_in_common_is_refused_on_all():
     run_until_parted(2, full_state_of_some)
 
