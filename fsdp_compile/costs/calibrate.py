@@ -10,7 +10,8 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ _Send = Callable[[int, dist.ProcessGroup, torch.device], Callable[[], torch.Tens
 
 def calibrate(device: torch.device, *, name: str = "measured", ranks_per_node: int = 1) -> Hardware:
     """The profile of this machine, or of the cluster if a process group is initialised; every rank calls it."""
-    with phase("measuring the hardware"):
+    with phase("measuring the hardware"), _as_by_default(device):
         hardware = _compute(device, name, ranks_per_node)
         if dist.is_initialized() and dist.get_world_size() > 1:
             hardware = _of_first_rank(_communication(device, hardware), device)
@@ -52,13 +53,25 @@ def calibrate_network(device: torch.device, hardware: Hardware) -> Hardware:
 
     A network that is as fast as it was, by a first look, is left as it was: plans, and what is compiled, stay the same.
     """
-    with phase("measuring the network"):
+    with phase("measuring the network"), _as_by_default(device):
         world = dist.group.WORLD
         assert world is not None
         found = _bandwidth(_line(_gather, world, device), world.size()) / hardware.ranks_per_node
         if 1 / _ALIKE < found / hardware.between_nodes.bandwidth < _ALIKE:
             return hardware
         return _of_first_rank(_communication(device, hardware), device)
+
+
+@contextmanager
+def _as_by_default(device: torch.device) -> Iterator[None]:
+    """Inside, nothing that a user has entered or set changes what tensors are made and computed with."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _of_first_rank(hardware: Hardware, device: torch.device) -> Hardware:
@@ -127,7 +140,7 @@ def _attention_factor(flops: float, dtype: torch.dtype, device: torch.device) ->
     """How many times longer attention takes, forward and backward, than matmuls of its 14 BHSSD FLOPs."""
     batch, heads, length, dim = (4, 8, 128, 64) if device.type == "cpu" else (4, 16, 4096, 128)
     shape = (3, batch, heads, length, dim)
-    query, key, value = torch.randn(shape, dtype=dtype, device=device, requires_grad=True).unbind()
+    query, key, value = torch.ones(shape, dtype=dtype, device=device, requires_grad=True).unbind()
 
     def call() -> None:
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value)

@@ -51,7 +51,9 @@ def watched(name):
 @on_ranks(2)
 def test_a_host_is_measured_once_for_all_starts(world_size):
     with a_new_machine() as folder, watched("calibrate") as measured, watched("calibrate_network") as looked:
+        random = torch.get_rng_state()
         found = hardware_at_hand(CPU, everyone(), 2)
+        assert torch.equal(torch.get_rng_state(), random)  # or a first start would train otherwise than the next
         assert hardware_at_hand(CPU, everyone(), 2) is found
         dist.barrier()  # the first rank has kept it
         [profile] = folder.iterdir()
@@ -66,6 +68,46 @@ def test_a_host_is_measured_once_for_all_starts(world_size):
     profiles = [None, None]
     dist.all_gather_object(profiles, found)
     assert profiles[0] == profiles[1]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+AROUND = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "meta": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@on_ranks(2)
+def test_the_same_is_measured_wherever_a_model_is_sharded(world_size, around):
+    seen = {}
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.is_floating_point():
+                seen.setdefault((function, result.dtype, result.device))
+            return result
+
+    found = []
+    for entered in (contextlib.nullcontext, AROUND[around]):
+        seen.clear()
+        with a_new_machine(), entered(), Seen():
+            hardware_at_hand(CPU, everyone(), 2)
+        found.append(set(seen))
+    assert found[0] == found[1]
 
 
 @on_ranks(2)
@@ -121,8 +163,11 @@ def test_the_next_start_takes_the_plan_that_was_kept(world_size):
 
     def plan(batch=4, **options):
         torch._dynamo.reset()
-        model = fsdp_compile(build("gpt"), backend="aot_eager", **options)
-        model(*build("gpt").inputs(batch, 0)).backward()
+        model, inputs = build("gpt"), build("gpt").inputs(batch, 0)
+        random = torch.get_rng_state()
+        model = fsdp_compile(model, backend="aot_eager", **options)
+        model(*inputs).backward()
+        assert torch.equal(torch.get_rng_state(), random)
         return model.graphs[-1].plan
 
     with planning_by_default() as (folder, searched):
