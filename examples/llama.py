@@ -128,11 +128,6 @@ def llama3_8b(dtype: torch.dtype = torch.bfloat16) -> Llama:
     return on_meta(LLAMA3_8B, dtype)
 
 
-def llama3_405b(dtype: torch.dtype = torch.bfloat16) -> Llama:
-    """405.9 billion parameters on the meta device."""
-    return on_meta(LLAMA3_405B, dtype)
-
-
 def llama_small(dtype: torch.dtype = torch.bfloat16) -> Llama:
     """One whose plan takes seconds, on the meta device."""
     return on_meta(SMALL, dtype)

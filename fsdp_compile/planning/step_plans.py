@@ -262,19 +262,17 @@ class Planner:
         return plan
 
     def _made(self, draft: Draft, unplanned: RewrittenGraphs) -> str:
+        leeway = self.leeway
+        conditions = self.goal, leeway.base, leeway.pipeline(None), leeway.forms, leeway.fixed, leeway.activations
         with phase("planning") as planning:
-            if not self.keeps:
-                plan = find_plan(draft, self.leeway, self.goal, unplanned).plan
-                return plan.to_json() if plan else ""
-            leeway = self.leeway
-            conditions = self.goal, leeway.base, leeway.pipeline(None), leeway.forms, leeway.fixed, leeway.activations
-            name = name_of(unplanned, *conditions)
-            is_kept, plan = kept_plan(name)
+            name = name_of(unplanned, *conditions) if self.keeps else None
+            is_kept, plan = (False, None) if name is None else kept_plan(name)
             if is_kept:
                 planning.remark = " (from the cache)"
             else:
                 plan = find_plan(draft, leeway, self.goal, unplanned).plan
-                keep_plan(name, plan)
+                if name is not None:
+                    keep_plan(name, plan)
         return plan.to_json() if plan else ""
 
 
