@@ -27,6 +27,7 @@ PASSES = (
     "compute_early",
     "lower_collectives",
     "pin_matmuls",
+    "outline_blocks",
 )
 
 HEAD = """\

@@ -7,7 +7,8 @@ What runs on which graph::
                          delay_reduce_scatter_wait, overlap_copies, the user's passes, end_lives, compute_early,
                          lower_collectives, pin_matmuls
 
-A graph without a backward (no_grad, inference) runs through the first pass and the second row.
+A graph without a backward (no_grad, inference) runs through the first pass and the second row. What Inductor compiles
+runs through outline_blocks, on a copy.
 """
 
 from __future__ import annotations

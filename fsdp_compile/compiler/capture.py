@@ -30,6 +30,7 @@ from ..errors import CaptureError, ConfigError, PassError, RankError, VerifyErro
 from ..graphs import Draft, RewrittenGraphs
 from ..passes import analysis, ops
 from ..passes.halves import DraftModule, Halves
+from ..passes.outline_blocks import OutlineBlocks
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
@@ -37,7 +38,16 @@ from ..runtime.backward import BucketGradient
 from ..runtime.below_autograd import below_autograd
 from ..runtime.compilations import Compilations
 from ..runtime.given import HasGradient, Results
-from ..runtime.inductor import Fences, InOrder, fast_matmuls, few_casts, generator_digest, whole_copies
+from ..runtime.inductor import (
+    Fences,
+    InOrder,
+    fast_matmuls,
+    few_casts,
+    generator_digest,
+    keep_strides,
+    own_outputs,
+    whole_copies,
+)
 from ..runtime.kernels import capturing
 from ..runtime.modules import not_captured
 from .writes import refuse_writes, sharded_inputs
@@ -113,7 +123,7 @@ class Capture:
                 self._rewrite_inference(graph)
             if (static := kwargs.get("static_input_idxs")) is not None:
                 kwargs["static_input_idxs"] = partitioner.static(graph, static)
-            with uncollected(), fast_matmuls(), whole_copies(), few_casts():
+            with uncollected(), fast_matmuls(), whole_copies(), few_casts(), own_outputs():
                 compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph, inputs)
             compiled = below_autograd(compiled)
             return self._noting(compiled, graph, partitioner) if kwargs.get("is_backward") else compiled
@@ -307,12 +317,23 @@ def _generated(graph: torch.fx.GraphModule, inputs: Sequence[Any], arguments: di
     """The graph as Inductor compiles it."""
     hits, misses = (counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss"))
     with phase(f"compiling the {'backward' if arguments.get('is_backward') else 'forward'}") as compiling:
-        compiled = compile_fx_inner(graph, inputs, **arguments)
+        compiled = compile_fx_inner(_outlined(graph), inputs, **arguments)
         if counters["inductor"]["fxgraph_cache_hit"] > hits:
             compiling.remark = " (from the cache)"
         elif counters["inductor"]["fxgraph_cache_miss"] > misses:
             compiling.remark = " (cached for next time)"
     return compiled
+
+
+def _outlined(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy of the graph in which equal blocks are one function."""
+    if torch._inductor.config.cpp_wrapper:  # it has no such functions
+        return graph
+    outlined = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    OutlineBlocks()(outlined)
+    keep_strides(outlined)
+    outlined.recompile()
+    return outlined
 
 
 def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

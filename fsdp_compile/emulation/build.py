@@ -85,7 +85,12 @@ def _noting(halves: list[Half], kernels: dict[str, CachingAutotuner]) -> Iterato
     precompile = CachingAutotuner.precompile
 
     def note_half(wrapper: str) -> None:
-        buffers = {**V.graph.name_to_buffer, **V.graph.graph_inputs}
+        functions = [subgraph.graph for subgraph in V.graph.seen_subgraphs.values() if subgraph.graph]
+        buffers = {
+            name: buffer
+            for graph in (V.graph, *functions)
+            for name, buffer in {**graph.name_to_buffer, **graph.graph_inputs}.items()
+        }
         halves.append(Half(wrapper, {name: _num_bytes(buffer) for name, buffer in buffers.items()}))
 
     def noted(self: CachingAutotuner, *args: Any, **kwargs: Any) -> None:

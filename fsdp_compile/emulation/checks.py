@@ -13,7 +13,7 @@ import torch.fx
 
 from ..passes import ops
 from .build import Program
-from .wrapper import Step, steps_of
+from .wrapper import Step, functions_of, steps_of
 
 MATMULS = {"mm": "mm", "addmm": "mm", "bmm": "bmm", "baddbmm": "bmm", "convolution": "convolution"}
 """Inductor may take a bias out of a matmul."""
@@ -92,10 +92,11 @@ def late_reads(steps: Sequence[Step], scheduled: torch.fx.Graph) -> Iterator[str
 
 def synchronisations(wrapper: str) -> Iterator[str]:
     """Nothing in the wrapper waits until the device has come so far."""
-    body = wrapper[wrapper.index("def call(") :].partition("\ndef ")[0]
-    for line in body.splitlines():
-        if _SYNCHRONISES.search(line.partition("#")[0]):
-            yield f"waits for the device: {line.strip()}"
+    lines = wrapper.splitlines()
+    for function in functions_of(wrapper).values():
+        for line in lines[function.lineno - 1 : function.end_lineno]:
+            if _SYNCHRONISES.search(line.partition("#")[0]):
+                yield f"waits for the device: {line.strip()}"
 
 
 def reads_in_place(steps: Sequence[Step]) -> Iterator[str]:

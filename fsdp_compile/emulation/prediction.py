@@ -127,8 +127,10 @@ class _Side:
 
     def _bytes_of(self, call: wrapper.Step) -> int:
         """Twice what a copy writes; what is given to a call that writes to it."""
-        written = self.half.bytes_of_buffer.get(call.result, 0)
-        return 2 * written or sum(self.half.bytes_of_buffer.get(name, 0) for name in call.reads)
+        written, *read = (
+            self.half.bytes_of_buffer.get(wrapper.name_in_function(name), 0) for name in (call.result, *call.reads)
+        )
+        return 2 * written or sum(read)
 
 
 def _name(operator: str) -> str:

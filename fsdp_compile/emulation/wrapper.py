@@ -1,13 +1,15 @@
 """A generated wrapper as data: the calls of its `call` function in order, with the buffers that each reads and writes.
 
 Inductor's wrapper is straight-line Python, as of torch 2.13 to 2.15: assignments, calls, `del`, `with` for the device.
+Of a function that it calls, as equal blocks of a graph become one, every call counts: its steps stand where it is
+called, with names of their own for each call.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _NOT_CALLS = {"start_graph", "end_graph", "get_raw_stream", "copy_if_misaligned"}
 _VIEWS = {"reinterpret_tensor", "as_strided"}
@@ -48,11 +50,22 @@ def steps_of(wrapper: str) -> list[Step]:
     Raises:
         ValueError: the text has no function `call`.
     """
-    for node in ast.walk(ast.parse(wrapper)):
-        if isinstance(node, ast.FunctionDef) and node.name == "call":
-            steps = [step for statement in node.body for step in _steps(statement)]
-            return [_as_reuse(step, after) for step, after in zip(steps, [*steps[1:], None], strict=True)]
-    raise ValueError("no generated wrapper: it has no function `call`")
+    functions = functions_of(wrapper)
+    if "call" not in functions:
+        raise ValueError("no generated wrapper: it has no function `call`")
+    steps = list(_Reader(functions).steps(functions["call"].body))
+    return [_as_reuse(step, after) for step, after in zip(steps, [*steps[1:], None], strict=True)]
+
+
+def functions_of(wrapper: str) -> dict[str, ast.FunctionDef]:
+    """The functions of a wrapper that take a list of arguments: `call`, and those that it calls, by name."""
+    functions = [node for node in ast.walk(ast.parse(wrapper)) if isinstance(node, ast.FunctionDef)]
+    return {node.name: node for node in functions if node.args.args and node.args.args[-1].arg == "args"}
+
+
+def name_in_function(name: str) -> str:
+    """The name that the wrapper's text has for a buffer of a step."""
+    return name.partition("@")[0]
 
 
 def _as_reuse(step: Step, after: Step | None) -> Step:
@@ -62,26 +75,72 @@ def _as_reuse(step: Step, after: Step | None) -> Step:
 
 def inputs_of(wrapper: str) -> list[str]:
     """The names of the wrapper's arguments."""
-    for node in ast.walk(ast.parse(wrapper)):
+    return _formals(functions_of(wrapper)["call"])
+
+
+@dataclasses.dataclass
+class _Reader:
+    """Reads statements one after another.
+
+    Attributes:
+        functions: those of the wrapper.
+        num_calls: how many calls of them were read.
+        returned: the names of what each call returned, by the name of the whole.
+    """
+
+    functions: dict[str, ast.FunctionDef]
+    num_calls: int = 0
+    returned: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def steps(self, statements: Sequence[ast.stmt]) -> Iterator[Step]:
+        for statement in statements:
+            yield from self._of(statement)
+
+    def _of(self, statement: ast.stmt) -> Iterator[Step]:
+        match statement:
+            case ast.With(body=body):
+                yield from self.steps(body)
+            case ast.Delete(targets=targets):
+                names = [name for each in targets for name in _names(each)]
+                freed = [part for name in names for part in self.returned.get(name, [name])]
+                yield Step("free", "", tuple(freed), "", statement.lineno)
+            case ast.Return(value=value):
+                yield Step("return", "", tuple(_names(value)), "", statement.lineno)
+            case ast.Assign(targets=[ast.Name(id=result)], value=value):
+                yield from self._assigned(value, result)
+            case ast.Expr(value=value):
+                yield from _of_value(value, "")
+
+    def _assigned(self, value: ast.expr, result: str) -> Iterator[Step]:
+        match value:
+            case ast.List(elts=taken) if (name := result.removesuffix("_args")) in self.functions:
+                self.num_calls += 1
+                for formal, each in zip(_formals(self.functions[name]), taken, strict=True):
+                    yield Step("alias", "", tuple(_names(each)), self._own(formal), value.lineno)
+            case ast.Call(func=ast.Name(id=name)) if name in self.functions:
+                for step in _Reader(self.functions).steps(self.functions[name].body):
+                    reads = [self._own(read) for read in step.reads]
+                    if step.kind == "return":
+                        self.returned[result] = reads
+                    else:
+                        own = self._own(step.result) if step.result else ""
+                        yield dataclasses.replace(step, reads=tuple(reads), result=own)
+            case ast.Subscript(value=ast.Name(id=whole), slice=ast.Constant(value=int(at))) if whole in self.returned:
+                yield Step("alias", "", (self.returned[whole][at],), result, value.lineno)
+            case _:
+                yield from _of_value(value, result)
+
+    def _own(self, name: str) -> str:
+        return f"{name}@{self.num_calls}"
+
+
+def _formals(function: ast.FunctionDef) -> list[str]:
+    """The names to which a function assigns what is in `args`."""
+    for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == "args":
             (target,) = node.targets
             return [each.id for each in getattr(target, "elts", [target]) if isinstance(each, ast.Name)]
     return []
-
-
-def _steps(statement: ast.stmt) -> Iterator[Step]:
-    match statement:
-        case ast.With(body=body):
-            for inner in body:
-                yield from _steps(inner)
-        case ast.Delete(targets=targets):
-            yield Step("free", "", tuple(name for each in targets for name in _names(each)), "", statement.lineno)
-        case ast.Return(value=value):
-            yield Step("return", "", tuple(_names(value)), "", statement.lineno)
-        case ast.Assign(targets=[ast.Name(id=result)], value=value):
-            yield from _of_value(value, result)
-        case ast.Expr(value=value):
-            yield from _of_value(value, "")
 
 
 def _of_value(value: ast.expr, result: str) -> Iterator[Step]:

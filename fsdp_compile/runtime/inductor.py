@@ -211,6 +211,49 @@ def few_casts() -> Iterator[None]:
         yield
 
 
+_invoke = torch.ops.higher_order.invoke_subgraph
+
+
+def keep_strides(gm: torch.fx.GraphModule) -> None:
+    """Have functions of a graph return values with the strides that the graph says, as a graph for users does."""
+    for call in gm.graph.find_nodes(op="call_function", target=_invoke):
+        function: Any = gm.get_submodule(str(call.args[1]))
+        output = function.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        output.meta["original_output_strides"] = [value.stride() for value in call.meta["val"]]
+
+
+@contextlib.contextmanager
+def own_outputs() -> Iterator[None]:
+    """Inside, what a function of a graph returns is in memory of its own.
+
+    Inductor takes it for that when it uses memory again, but may return what it was given, where a graph copies.
+    """
+    by_itself = lowerings[_invoke]
+
+    @functools.wraps(by_itself)
+    def invoke(subgraph: Any, identifier: str, *operands: Any) -> Any:
+        returned = by_itself(subgraph, identifier, *operands)
+        function = subgraph.graph
+        with V.set_graph_handler(function):
+            taken = set(function.graph_inputs)
+            for index, output in enumerate(function.graph_outputs):
+                if output.get_name() in taken:
+                    function.graph_outputs[index] = _copied(output)
+                taken.add(output.get_name())
+        return returned
+
+    with patch.dict(lowerings, {_invoke: invoke}):
+        yield
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a value with its strides."""
+    copied = ir.ExternKernel.require_exact_strides(ir.ExternKernel.copy_input(value), value.get_stride())
+    ir.as_storage_and_layout(copied, freeze=True)
+    return copied
+
+
 _FORMS = (torch.ops.prims.convert_element_type.default, _aten.constant_pad_nd.default)
 
 

@@ -53,9 +53,14 @@ def order_in_graph(gm):
 
 def order_in_code(code):
     """The same calls in the code that Inductor generated; an in-place collective counts as what it stands for."""
-    body = code[code.index("def call(") :]
-    called = re.findall(r"(?:extern_kernels|_c10d_functional|ops\.aten)\.(\w+?)_?(?:\.default)?\(", body)
+    called = re.findall(r"(?:extern_kernels|_c10d_functional|ops\.aten)\.(\w+?)_?(?:\.default)?\(", inlined(code))
     return [name for name in called if name in MATMULS | COLLECTIVES]
+
+
+def inlined(code):
+    """The function `call` of generated code, with the functions that it calls where it calls them."""
+    functions = dict(re.findall(r"^def (\w+)\(args\):\n((?: .*\n|\n)*)", code, re.MULTILINE))
+    return re.sub(r"= (\w+)\(\1_args\)", lambda found: functions[found[1]], functions["call"])
 
 
 def generate(lowering, prefetch=1, **options):
@@ -229,7 +234,7 @@ def lives_of_buffers(code):
     lines = [
         line for line in code[code.index("def call(") :].splitlines() if "assert" not in line and "del " not in line
     ]
-    calls = [order_in_code("def call(\n" + line) for line in lines]
+    calls = [order_in_code(f"def call(args):\n {line}\n") for line in lines]
     step_of_line = list(steps(call[0] if call else "" for call in calls))
     lives = []
     for index, line in enumerate(lines):

@@ -15,6 +15,7 @@ from fsdp_compile.passes.insert_all_gather import InsertAllGather
 from fsdp_compile.passes.insert_free import InsertFree
 from fsdp_compile.passes.insert_reduce_scatter import InsertReduceScatter
 from fsdp_compile.passes.lower_collectives import LowerCollectives
+from fsdp_compile.passes.outline_blocks import OutlineBlocks
 from fsdp_compile.passes.overlap_copies import OverlapCopies
 from fsdp_compile.passes.pin_matmuls import PinMatmuls
 from fsdp_compile.passes.plan import Gather
@@ -213,10 +214,19 @@ up.grad calls fsdp.reduce_gradient: run InsertReduceScatter first
         )
 
     def test_pin_matmuls_needs_a_lowered_graph(self):
-        drawing = Drawing()
-        graph = drawing.returns(drawing.call(ops.WAIT, drawing.gather(drawing.input("shard", 8), "up")))
         self.assertExpectedInline(
-            self.refused(graph, PinMatmuls()),
+            self.refused(_gathered(), PinMatmuls()),
+            """\
+up.pending calls fsdp.all_gather: run LowerCollectives first
+  up: f32[8], an input
+> up.pending: f32[16] = fsdp.all_gather(up)
+  up.gathered: f32[16] = fsdp.wait(up.pending)
+  return [up.gathered]""",
+        )
+
+    def test_outline_blocks_needs_a_lowered_graph(self):
+        self.assertExpectedInline(
+            self.refused(_gathered(), OutlineBlocks()),
             """\
 up.pending calls fsdp.all_gather: run LowerCollectives first
   up: f32[8], an input
@@ -230,3 +240,8 @@ up.pending calls fsdp.all_gather: run LowerCollectives first
         for name in PASSES:
             needs_something = "Needs    nothing" not in import_module(f"fsdp_compile.passes.{name}").__doc__
             self.assertEqual(any(test.startswith(f"test_{name}_needs") for test in tests), needs_something, name)
+
+
+def _gathered():
+    drawing = Drawing()
+    return drawing.returns(drawing.call(ops.WAIT, drawing.gather(drawing.input("shard", 8), "up")))
