@@ -3,13 +3,14 @@
     Before   wait(...); y = mm(x, a); r = relu(y); wait(...); z = mm(r, b); s = relu(z); wait(...)
     After    wait(...); r = block_0(x, a); wait(...); s = block_0(r, b); wait(...)
     Needs    a lowered graph
-    Keeps    values, order, and the kernels: none is computed across communication
+    Keeps    values, order; kernels, which do not reach across communication, but for what a block returns
     Cost     O(nodes)
 
 A compiler takes as long for the layers of a model as for a few of them. A block is what stands between two collectives,
 waits or copies. Blocks are equal that call the same operators with the same constants on values of the same shapes,
 strides, dtypes and devices, and of which the same values are read elsewhere. Every reader has views of its own, so what
-a block takes and returns is in memory of its own. Sizes that vary, writes and custom control flow stay outside.
+a block takes and returns is in memory of its own: an addition that ends a layer is stored, where Inductor would compute
+some of them twice. Sizes that vary, writes and custom control flow stay outside.
 """
 
 from __future__ import annotations
