@@ -1,54 +1,105 @@
-"""Time to the first step against plain torch.compile, for GPTs of several depths.
+"""Time to the first step against plain torch.compile and FSDP2 with compiled blocks, for GPTs of several depths.
 
     python benchmarks/compile_time.py
-    python benchmarks/compile_time.py --layers 2 4 --subjects single-compiled fsdp_compile
+    python benchmarks/compile_time.py --layers 8 --ranks 2 4 --subjects single-compiled fsdp2-compiled fsdp_compile
 
-Every start is a process of its own with an empty cache of compiled code, one rank of 8 that sends nothing. The first
-step includes sharding, capture, our passes, Inductor, and the C++ compiler. Of it, passes are what fsdp_compile does to
-captured graphs (torch's partitioner, which torch.compile runs too, is not in it).
+Every first start is a job with an empty cache of compiled code, of profiles and of plans; the second start has what the
+first left there. A job is one rank of 8 that sends nothing, or as many ranks on this machine as `--ranks` says. The
+first step includes sharding, capture, our passes, Inductor, and the C++ compiler. Of it, passes are what fsdp_compile
+does to captured graphs (torch's partitioner, which torch.compile runs too, is not in it). Processor seconds are those
+of the whole machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
+import socket
+import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import harness
-from allocation import build
-from harness import Failed, Reply, one_rank, spread
+from allocation import LIBRARY, build
+from harness import RANK, Failed, Team, one_rank, spread
 from subjects import SUBJECTS
 
 BASELINE = "single-compiled"
 
 
-def first_step(name: str, layers: int, options: argparse.Namespace) -> Reply:
-    with tempfile.TemporaryDirectory() as folder:
-        build(Path(folder))
-        team = one_rank(name, Path(folder), options.world_size)
-        arguments = {"layers": layers, "dim": options.dim, "batch": 2}
-        request = {"subject": name, "workload": "gpt", "arguments": arguments, "warm_up": 0}
-        try:
-            return team.ask(request)[0]
-        except Failed as e:
-            raise SystemExit(f"{name}, {layers} layers: {e}") from None
-        finally:
-            team.stop()
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Of a job: seconds to the first step, of the slowest rank; of processors; and of passes, of the first rank."""
+
+    first: float
+    processors: float
+    passes: float
 
 
-def cells(row: dict[str, Any], baseline: dict[str, Any] | None) -> dict[str, str]:
-    first = row["first"]
-    ratio = first["median"] / baseline["first"]["median"] if baseline else None
+def start(name: str, layers: int, ranks: int, folder: Path, options: argparse.Namespace) -> Start:
+    team = on_this_machine(name, folder, ranks) if ranks else one_rank(name, folder, options.world_size)
+    arguments = {"layers": layers, "dim": options.dim, "batch": 2}
+    before = processor_seconds()
+    try:
+        replies = team.ask({"subject": name, "workload": "gpt", "arguments": arguments, "warm_up": 0})
+    except Failed as e:
+        raise SystemExit(f"{name}, {layers} layers: {e}") from None
+    finally:
+        team.stop()
+    spent = processor_seconds() - before
+    return Start(max(reply["first"] for reply in replies), spent, replies[0]["passes"])
+
+
+def on_this_machine(name: str, folder: Path, ranks: int) -> Team:
+    """A job of some ranks that talk through gloo."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    command = [sys.executable, str(RANK), "--library", str(folder / LIBRARY)]
+    commands = [(command, {**os.environ, **group, **caches, "RANK": str(rank)}) for rank in range(ranks)]
+    return Team(commands, folder / f"{name}.log")
+
+
+def processor_seconds() -> float:
+    """What the processors of this machine have worked since it started; 0 where there is no /proc."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _, _, irq, softirq, *_ = map(int, stat.read_text().splitlines()[0].split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def starts(name: str, layers: int, ranks: int, options: argparse.Namespace) -> tuple[Start, Start]:
+    """The first start of a job, and the second."""
+    with tempfile.TemporaryDirectory() as created:
+        folder = Path(created)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        build(folder)
+        return start(name, layers, ranks, folder, options), start(name, layers, ranks, folder, options)
+
+
+def cells(
+    key: tuple[int, int, str], found: list[tuple[Start, Start]], baseline: list[tuple[Start, Start]] | None
+) -> dict[str, str]:
+    ranks, layers, name = key
+    seconds = [first.first for first, _ in found]
+    first = spread(seconds)["median"]
+    passes = spread([first.passes for first, _ in found])["median"]
+    ratio = first / spread([each.first for each, _ in baseline])["median"] if baseline else None
     return {
-        "layers": str(row["layers"]),
-        "subject": row["subject"],
-        "first step s": f"{first['median']:.1f}",
-        "least": f"{first['least']:.1f}",
-        "most": f"{first['most']:.1f}",
+        "ranks": str(ranks or "-"),
+        "layers": str(layers),
+        "subject": name,
+        "first step s": f"{first:.1f}",
+        "least": f"{min(seconds):.1f}",
+        "most": f"{max(seconds):.1f}",
         f"/{BASELINE}": f"{ratio:.3f}" if ratio else "-",
-        "passes s": f"{row['passes']:.2f}",
-        "passes": f"{row['passes'] / first['median']:.1%}",
+        "processor s": f"{spread([each.processors for each, _ in found])['median']:.1f}",
+        "passes s": f"{passes:.2f}",
+        "second start s": f"{spread([each.first for _, each in found])['median']:.1f}",
     }
 
 
@@ -56,23 +107,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--subjects", nargs="+", default=[BASELINE, "fsdp_compile"], choices=list(SUBJECTS))
-    parser.add_argument("--rounds", type=int, default=3, help="starts of each, in turns")
+    parser.add_argument("--world-size", type=int, default=8, help="of the job of which there is one rank")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[0], help="of jobs on this machine")
+    subjects = [BASELINE, "fsdp2-compiled", "fsdp_compile"]
+    parser.add_argument("--subjects", nargs="+", default=subjects, choices=list(SUBJECTS))
+    parser.add_argument("--rounds", type=int, default=3, help="jobs of each, in turns")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for layers in options.layers:
-        replies: dict[str, list[Reply]] = {name: [] for name in options.subjects}
-        for number in range(options.rounds):
-            for name in options.subjects[:: -1 if number % 2 else 1]:
-                replies[name].append(first_step(name, layers, options))
-        for name, found in replies.items():
-            seconds = [reply["first"] for reply in found]
-            first = {**spread(seconds), "least": min(seconds), "most": max(seconds)}
-            passes = spread([reply["passes"] for reply in found])["median"]
-            rows.append({"layers": layers, "subject": name, "first": first, "passes": passes})
-    baselines = {row["layers"]: row for row in rows if row["subject"] == BASELINE}
-    harness.show("time to the first step", [cells(row, baselines.get(row["layers"])) for row in rows], {})
+    keys = [(ranks, layers, name) for ranks in options.ranks for layers in options.layers for name in options.subjects]
+    found: dict[tuple[int, int, str], list[tuple[Start, Start]]] = {key: [] for key in keys}
+    for number in range(options.rounds):
+        for ranks, layers, name in keys[:: -1 if number % 2 else 1]:
+            found[ranks, layers, name].append(starts(name, layers, ranks, options))
+    rows = [cells(key, found[key], found.get((*key[:2], BASELINE))) for key in keys]
+    harness.show("time to the first step", rows, {})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 Every pass is verified. `--hypothesis-profile=thorough --timeout=0` draws 2,000 of them.
 """
 
+import copy
 import dataclasses
+import operator
 import os
 import re
 from functools import partial
@@ -16,6 +18,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import ConfigError, rewrite
 from fsdp_compile.costs import HARDWARE, Link, predict
+from fsdp_compile.passes import ops, outline_blocks
 from fsdp_compile.planning.step_plans import Goal
 from tests.random_models import HeadedModel, RandomModel, Tiny, TinyUnit, schedules, tiny_units, trees
 from tests.simulation import Simulation
@@ -104,6 +107,48 @@ def test_a_random_graph_knows_which_outputs_lead_to_which_gradients(tree, num_he
         for name, gradient in zip(trained, given, strict=True):
             expected[name] |= {index} if gradient is not None else set()
     assert {name: found[name] for name in trained} == expected
+
+
+@settings(max_examples=NUM_EXAMPLES // 40)
+@given(trees(with_dropout=False), st.integers(2, 4), st.sampled_from(WORLD_SIZES), options(), st.booleans())
+def test_random_layers_compute_as_blocks_what_they_do_as_a_whole(tree, num, world_size, options, poison):
+    torch._dynamo.reset()
+    model = RandomModel(("sequence", (tree,) * num))
+    with patch.dict(os.environ, FSDP_COMPILE_POISON=str(int(poison))):
+        graphs = Simulation.of(model, model.inputs(2, 0), world_size, **options).graphs.lowered
+    for whole in filter(None, (graphs.forward, graphs.backward)):
+        outlined = torch.fx.GraphModule(whole, copy.deepcopy(whole.graph))
+        with patch.object(outline_blocks, "_FEWEST", 1):
+            outline_blocks.OutlineBlocks()(outlined)
+        outlined.graph.lint()
+        numbers = {}
+        assert computed(outlined, numbers) == computed(whole, numbers)
+
+
+def computed(gm, numbers, inputs=None):
+    """What a graph returns, and what it calls outside of blocks that no block may hold, in order: values by number.
+
+    Equal values have equal numbers: the same operator on the same values.
+    """
+    values, calls = {}, []
+    inputs = iter(inputs or [node.name for node in gm.graph.nodes if node.op == "placeholder"])
+    for node in list(gm.graph.nodes)[:-1]:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "placeholder":
+            values[node] = next(inputs)
+        elif node.op == "get_attr":
+            values[node] = node.target
+        elif node.target is torch.ops.higher_order.invoke_subgraph:
+            values[node], _ = computed(gm.get_submodule(args[1]), numbers, args[2:])
+        elif node.target is operator.getitem and isinstance(args[0], list):
+            values[node] = args[0][args[1]]
+        elif node.target is ops.STORE:
+            values[node] = args[0]
+        else:
+            values[node] = numbers.setdefault((node.target, repr(args), repr(kwargs)), f"%{len(numbers)}")
+            if node.target.namespace in ("_c10d_functional", "fsdp") or node.target._schema.is_mutable:
+                calls.append(values[node])
+    return [values.get(value) for value in gm.graph.output_node().args[0]], calls
 
 
 @settings(max_examples=NUM_EXAMPLES // 10)

@@ -45,7 +45,7 @@ from ..runtime.inductor import (
     few_casts,
     generator_digest,
     keep_strides,
-    own_outputs,
+    own_memory,
     whole_copies,
 )
 from ..runtime.kernels import capturing
@@ -123,7 +123,7 @@ class Capture:
                 self._rewrite_inference(graph)
             if (static := kwargs.get("static_input_idxs")) is not None:
                 kwargs["static_input_idxs"] = partitioner.static(graph, static)
-            with uncollected(), fast_matmuls(), whole_copies(), few_casts(), own_outputs():
+            with uncollected(), fast_matmuls(), whole_copies(), few_casts(), own_memory():
                 compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph, inputs)
             compiled = below_autograd(compiled)
             return self._noting(compiled, graph, partitioner) if kwargs.get("is_backward") else compiled

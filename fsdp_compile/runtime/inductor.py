@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import sympy
 import torch
+import torch._inductor.graph
 from torch._inductor import config, custom_graph_pass, ir
 from torch._inductor.codegen.common import BackendFeature
 from torch._inductor.dependencies import WeakDep
@@ -224,16 +225,19 @@ def keep_strides(gm: torch.fx.GraphModule) -> None:
 
 
 @contextlib.contextmanager
-def own_outputs() -> Iterator[None]:
-    """Inside, what a function of a graph returns is in memory of its own.
+def own_memory() -> Iterator[None]:
+    """Inside, what a function of a graph is given stays as it is, and what it returns is in memory of its own.
 
-    Inductor takes it for that when it uses memory again, but may return what it was given, where a graph copies.
+    Inductor takes what a function returns for new when it uses memory again, but may return what it was given, where a
+    graph copies. In a backward it lets functions write to what they are given at the places at which the graph itself
+    is given what the forward saved.
     """
     by_itself = lowerings[_invoke]
 
     @functools.wraps(by_itself)
     def invoke(subgraph: Any, identifier: str, *operands: Any) -> Any:
-        returned = by_itself(subgraph, identifier, *operands)
+        with patch.object(torch._inductor.graph, "get_donated_idxs", lambda: None):
+            returned = by_itself(subgraph, identifier, *operands)
         function = subgraph.graph
         with V.set_graph_handler(function):
             taken = set(function.graph_inputs)

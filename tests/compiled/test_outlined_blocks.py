@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fsdp_compile import fsdp_compile
 from fsdp_compile.compiler import capture
 from fsdp_compile.passes.outline_blocks import OutlineBlocks
-from fsdp_compile.runtime.inductor import keep_strides, own_outputs
+from fsdp_compile.runtime.inductor import keep_strides, own_memory
 from tests.compiled.test_generated_code import assert_keeps_the_order
 from tests.passes.tiny import Chain
 
@@ -80,6 +80,15 @@ def test_what_a_block_is_given_ends_with_its_last_use_inside(lowering):
             assert given == set(re.findall(rf"del ({name}_arg\d+)", body)) and not re.search(r"\bargs\b", body)
 
 
+@pytest.mark.parametrize("lowering", ["packed", "grouped"])
+def test_a_block_writes_to_nothing_that_it_is_given(lowering):
+    """Of what the forward saved, a backward may use the memory again; torch takes a function's arguments for that."""
+    model = fsdp_compile(layers(), collective_lowering=lowering, reshard_after_forward=False)
+    _, codes = run_fw_bw_and_get_code(lambda: step(model))
+    assert calls_of_blocks(codes[1])
+    assert [line for line in codes[1].splitlines() if re.search(r"block_\d+_arg\d+.*# reuse", line)] == []
+
+
 def _is_read(name, code):
     return re.search(rf"\b{name}\b", code) is not None
 
@@ -115,7 +124,7 @@ def test_what_a_block_returns_is_in_memory_of_its_own():
     assert gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
     keep_strides(gm)
     gm.recompile()
-    with own_outputs():
+    with own_memory():
         compiled = compile_fx_inner(gm, [x])
     returned, expected = compiled([x]), blocks(x)
     for value, wanted in zip(returned, expected, strict=True):
