@@ -230,25 +230,50 @@ def own_memory() -> Iterator[None]:
 
     Inductor takes what a function returns for new when it uses memory again, but may return what it was given, where a
     graph copies. In a backward it lets functions write to what they are given at the places at which the graph itself
-    is given what the forward saved.
+    is given what the forward saved. A function's kernels are made for the alignment of what the first call gives.
     """
     by_itself = lowerings[_invoke]
 
     @functools.wraps(by_itself)
     def invoke(subgraph: Any, identifier: str, *operands: Any) -> Any:
-        with patch.object(torch._inductor.graph, "get_donated_idxs", lambda: None):
-            returned = by_itself(subgraph, identifier, *operands)
-        function = subgraph.graph
-        with V.set_graph_handler(function):
-            taken = set(function.graph_inputs)
-            for index, output in enumerate(function.graph_outputs):
-                if output.get_name() in taken:
-                    function.graph_outputs[index] = _copied(output)
-                taken.add(output.get_name())
+        given = [ir.ExternKernel.realize_input(operand) for operand in operands]
+        if subgraph.graph is None:
+            aligned = iter([not _is_unaligned(value) for value in given])
+            with (
+                patch.object(torch._inductor.graph, "get_donated_idxs", lambda: None),
+                patch.object(torch._inductor.graph, "should_assume_input_aligned", lambda example: next(aligned)),
+            ):
+                returned = by_itself(subgraph, identifier, *given)
+            _own_outputs(subgraph.graph)
+        else:
+            names, unaligned = subgraph.graph.graph_input_names, subgraph.graph.unaligned_buffers
+            given = [
+                ir.ExternKernel.copy_input(value) if _is_unaligned(value) and name not in unaligned else value
+                for name, value in zip(names, given, strict=True)
+            ]
+            returned = by_itself(subgraph, identifier, *given)
+        for value, output in zip(returned, subgraph.graph.graph_outputs, strict=True):
+            if output.get_name() in subgraph.graph.unaligned_buffers:
+                V.graph.unaligned_buffers.add(value.get_name())
         return returned
 
     with patch.dict(lowerings, {_invoke: invoke}):
         yield
+
+
+def _is_unaligned(value: Any) -> bool:
+    """Whether kernels for a GPU may not take for granted that this begins at a multiple of 16 bytes."""
+    return value.get_device().type != "cpu" and ir.is_unaligned(value)
+
+
+def _own_outputs(function: Any) -> None:
+    """Have a function return copies of what it was given, or returns already."""
+    with V.set_graph_handler(function):
+        taken = set(function.graph_inputs)
+        for index, output in enumerate(function.graph_outputs):
+            if output.get_name() in taken:
+                function.graph_outputs[index] = _copied(output)
+            taken.add(function.graph_outputs[index].get_name())
 
 
 def _copied(value: Any) -> Any:
