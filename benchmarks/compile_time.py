@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import socket
 import sys
 import tempfile
 from pathlib import Path
 
 import harness
 from allocation import LIBRARY, build
-from harness import RANK, Failed, Team, one_rank, spread
+from harness import RANK, Failed, Team, on_this_machine, one_rank, spread
 from subjects import SUBJECTS
 
 BASELINE = "single-compiled"
@@ -38,7 +37,7 @@ class Start:
 
 
 def start(name: str, layers: int, ranks: int, folder: Path, options: argparse.Namespace) -> Start:
-    team = on_this_machine(name, folder, ranks) if ranks else one_rank(name, folder, options.world_size)
+    team = real_ranks(name, folder, ranks) if ranks else one_rank(name, folder, options.world_size)
     arguments = {"layers": layers, "dim": options.dim, "batch": 2}
     before = processor_seconds()
     try:
@@ -51,16 +50,10 @@ def start(name: str, layers: int, ranks: int, folder: Path, options: argparse.Na
     return Start(max(reply["first"] for reply in replies), spent, replies[0]["passes"])
 
 
-def on_this_machine(name: str, folder: Path, ranks: int) -> Team:
+def real_ranks(name: str, folder: Path, ranks: int) -> Team:
     """A job of some ranks that talk through gloo."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     command = [sys.executable, str(RANK), "--library", str(folder / LIBRARY)]
-    commands = [(command, {**os.environ, **group, **caches, "RANK": str(rank)}) for rank in range(ranks)]
-    return Team(commands, folder / f"{name}.log")
+    return on_this_machine(command, ranks, folder / f"{name}.log", TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"))
 
 
 def processor_seconds() -> float:

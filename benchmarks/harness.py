@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -164,6 +165,16 @@ def one_rank(name: str, folder: Path, world_size: int, device: str = "cpu") -> T
     command += ["--world-size", str(world_size), "--device", device]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / place)}
     return Team([(command, environment)], folder / f"{place}.log")
+
+
+def on_this_machine(command: Sequence[str], ranks: int, log: Path, **environment: str) -> Team:
+    """A job of this many ranks, each of which runs the command; they find each other on a port that is free."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
+    places = [{"RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
+    return Team([(command, {**shared, **place}) for place in places], log)
 
 
 # ----------------------------------------------------------------------------------------------------------

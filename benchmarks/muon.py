@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 import harness
 import torch
 import torch.distributed as dist
-from harness import Reply, Team, Teams, milliseconds, serve, spread
+from harness import Reply, Team, Teams, milliseconds, on_this_machine, serve, spread
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -91,13 +90,8 @@ def answers(subject: str, layers: int, dim: int) -> Callable[[Reply], Reply]:
 
 def team(subject: str, folder: Path, options: argparse.Namespace) -> Team:
     size = 1 if subject == "single" else options.world_size
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     command = [sys.executable, __file__, "--serve", subject, "--layers", str(options.layers), "--dim", str(options.dim)]
-    places = [{"RANK": str(rank), "WORLD_SIZE": str(size)} for rank in range(size)]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return Team([(command, {**shared, **place}) for place in places], folder / f"{subject}.log")
+    return on_this_machine(command, size, folder / f"{subject}.log")
 
 
 def main() -> None:

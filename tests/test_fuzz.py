@@ -3,7 +3,6 @@
 Every pass is verified. `--hypothesis-profile=thorough --timeout=0` draws 2,000 of them.
 """
 
-import copy
 import dataclasses
 import operator
 import os
@@ -20,6 +19,7 @@ from fsdp_compile import ConfigError, rewrite
 from fsdp_compile.costs import HARDWARE, Link, predict
 from fsdp_compile.passes import ops, outline_blocks
 from fsdp_compile.planning.step_plans import Goal
+from tests.passes.tracing import copy_of
 from tests.random_models import HeadedModel, RandomModel, Tiny, TinyUnit, schedules, tiny_units, trees
 from tests.simulation import Simulation
 
@@ -117,7 +117,7 @@ def test_random_layers_compute_as_blocks_what_they_do_as_a_whole(tree, num, worl
     with patch.dict(os.environ, FSDP_COMPILE_POISON=str(int(poison))):
         graphs = Simulation.of(model, model.inputs(2, 0), world_size, **options).graphs.lowered
     for whole in filter(None, (graphs.forward, graphs.backward)):
-        outlined = torch.fx.GraphModule(whole, copy.deepcopy(whole.graph))
+        outlined = copy_of(whole)
         with patch.object(outline_blocks, "_FEWEST", 1):
             outline_blocks.OutlineBlocks()(outlined)
         outlined.graph.lint()

@@ -30,7 +30,6 @@ from ..errors import CaptureError, ConfigError, PassError, RankError, VerifyErro
 from ..graphs import Draft, RewrittenGraphs
 from ..passes import analysis, ops
 from ..passes.halves import DraftModule, Halves
-from ..passes.outline_blocks import OutlineBlocks
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
@@ -38,18 +37,10 @@ from ..runtime.backward import BucketGradient
 from ..runtime.below_autograd import below_autograd
 from ..runtime.compilations import Compilations
 from ..runtime.given import HasGradient, Results
-from ..runtime.inductor import (
-    Fences,
-    InOrder,
-    fast_matmuls,
-    few_casts,
-    generator_digest,
-    keep_strides,
-    own_memory,
-    whole_copies,
-)
+from ..runtime.inductor import Fences, InOrder, fast_matmuls, few_casts, generator_digest, whole_copies
 from ..runtime.kernels import capturing
 from ..runtime.modules import not_captured
+from ..runtime.outlined_blocks import outlined, own_memory
 from .writes import refuse_writes, sharded_inputs
 
 MakePlan = Callable[[str, Draft], StepPlan | None]
@@ -317,23 +308,12 @@ def _generated(graph: torch.fx.GraphModule, inputs: Sequence[Any], arguments: di
     """The graph as Inductor compiles it."""
     hits, misses = (counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss"))
     with phase(f"compiling the {'backward' if arguments.get('is_backward') else 'forward'}") as compiling:
-        compiled = compile_fx_inner(_outlined(graph), inputs, **arguments)
+        compiled = compile_fx_inner(outlined(graph), inputs, **arguments)
         if counters["inductor"]["fxgraph_cache_hit"] > hits:
             compiling.remark = " (from the cache)"
         elif counters["inductor"]["fxgraph_cache_miss"] > misses:
             compiling.remark = " (cached for next time)"
     return compiled
-
-
-def _outlined(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of the graph in which equal blocks are one function."""
-    if torch._inductor.config.cpp_wrapper:  # it has no such functions
-        return graph
-    outlined = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    OutlineBlocks()(outlined)
-    keep_strides(outlined)
-    outlined.recompile()
-    return outlined
 
 
 def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from .wrapper import Step, inputs_of, name_in_function, steps_of
+from .wrapper import Step, inputs_of, num_bytes, steps_of
 
 
 @dataclasses.dataclass
@@ -18,17 +18,13 @@ class _Held:
 
 def bytes_at_steps(wrapper: str, bytes_of_buffer: Mapping[str, int]) -> list[tuple[Step, int]]:
     """Every step of the wrapper with the bytes that are held after it, inputs included."""
-
-    def num_bytes(name: str) -> int:
-        return bytes_of_buffer.get(name_in_function(name), 0)
-
-    held_of_name = {name: _Held(num_bytes(name), {name}) for name in inputs_of(wrapper)}
+    held_of_name = {name: _Held(num_bytes(name, bytes_of_buffer), {name}) for name in inputs_of(wrapper)}
     total = sum(held.num_bytes for held in held_of_name.values())
     found = []
     for step in steps_of(wrapper):
         if step.is_renaming:
             held = held_of_name.get(step.reads[0])
-            own = num_bytes(step.result) if _is_part_of_list(step, held) else 0
+            own = num_bytes(step.result, bytes_of_buffer) if _is_part_of_list(step, held) else 0
             if held is None or own:
                 held = _Held(own, set())
                 total += own
@@ -38,7 +34,7 @@ def bytes_at_steps(wrapper: str, bytes_of_buffer: Mapping[str, int]) -> list[tup
             for name in step.reads:
                 total -= _end(held_of_name, name)
         elif step.result:
-            held_of_name[step.result] = _Held(num_bytes(step.result), {step.result})
+            held_of_name[step.result] = _Held(num_bytes(step.result, bytes_of_buffer), {step.result})
             total += held_of_name[step.result].num_bytes
         found.append((step, total))
     return found

@@ -127,9 +127,7 @@ class _Side:
 
     def _bytes_of(self, call: wrapper.Step) -> int:
         """Twice what a copy writes; what is given to a call that writes to it."""
-        written, *read = (
-            self.half.bytes_of_buffer.get(wrapper.name_in_function(name), 0) for name in (call.result, *call.reads)
-        )
+        written, *read = (wrapper.num_bytes(name, self.half.bytes_of_buffer) for name in (call.result, *call.reads))
         return 2 * written or sum(read)
 
 

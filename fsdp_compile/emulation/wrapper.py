@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 _NOT_CALLS = {"start_graph", "end_graph", "get_raw_stream", "copy_if_misaligned"}
 _VIEWS = {"reinterpret_tensor", "as_strided"}
@@ -63,9 +63,9 @@ def functions_of(wrapper: str) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in functions if node.args.args and node.args.args[-1].arg == "args"}
 
 
-def name_in_function(name: str) -> str:
-    """The name that the wrapper's text has for a buffer of a step."""
-    return name.partition("@")[0]
+def num_bytes(name: str, bytes_of_buffer: Mapping[str, int]) -> int:
+    """What a buffer of a step takes, by the name that the wrapper's text has for it; 0 where that is not known."""
+    return bytes_of_buffer.get(name.partition("@")[0], 0)
 
 
 def _as_reuse(step: Step, after: Step | None) -> Step:

@@ -12,9 +12,7 @@ from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_compile import fsdp_compile
-from fsdp_compile.compiler import capture
-from fsdp_compile.passes.outline_blocks import OutlineBlocks
-from fsdp_compile.runtime.inductor import keep_strides, own_memory
+from fsdp_compile.runtime.outlined_blocks import outlined, own_memory
 from tests.compiled.test_generated_code import assert_keeps_the_order
 from tests.passes.tiny import Chain
 
@@ -119,11 +117,8 @@ def blocks(x):
 
 def test_what_a_block_returns_is_in_memory_of_its_own():
     x = torch.randn(64, 64)
-    gm = make_fx(blocks, tracing_mode="fake")(x)
-    OutlineBlocks()(gm)
+    gm = outlined(make_fx(blocks, tracing_mode="fake")(x))
     assert gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
-    keep_strides(gm)
-    gm.recompile()
     with own_memory():
         compiled = compile_fx_inner(gm, [x])
     returned, expected = compiled([x]), blocks(x)
@@ -135,7 +130,7 @@ def test_what_a_block_returns_is_in_memory_of_its_own():
 
 def test_cpp_wrapper_compiles_the_graph_as_a_whole():
     gm = make_fx(blocks, tracing_mode="fake")(torch.randn(64, 64))
-    assert "invoke_subgraph" in capture._outlined(gm).code
+    assert "invoke_subgraph" in outlined(gm).code
     with torch._inductor.config.patch(cpp_wrapper=True):
-        assert "invoke_subgraph" not in capture._outlined(gm).code
+        assert "invoke_subgraph" not in outlined(gm).code
     assert "invoke_subgraph" not in gm.code

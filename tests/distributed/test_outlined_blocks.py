@@ -1,7 +1,5 @@
 """Models of equal layers, which Inductor compiles once, train as the unsharded model in eager."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from fsdp_compile import fsdp_compile
 from fsdp_compile.passes.outline_blocks import OutlineBlocks
 from tests.distributed.training import assert_trains_as
 from tests.models import Block, Gpt
+from tests.passes.tracing import copy_of
 from tests.ranks import on_ranks
 
 
@@ -28,7 +27,7 @@ def built(**options):
 
 
 def num_calls_of_blocks(gm):
-    outlined = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    outlined = copy_of(gm)
     OutlineBlocks()(outlined)
     return len(outlined.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph))
 

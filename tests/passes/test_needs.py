@@ -214,19 +214,16 @@ up.grad calls fsdp.reduce_gradient: run InsertReduceScatter first
         )
 
     def test_pin_matmuls_needs_a_lowered_graph(self):
-        self.assertExpectedInline(
-            self.refused(_gathered(), PinMatmuls()),
-            """\
-up.pending calls fsdp.all_gather: run LowerCollectives first
-  up: f32[8], an input
-> up.pending: f32[16] = fsdp.all_gather(up)
-  up.gathered: f32[16] = fsdp.wait(up.pending)
-  return [up.gathered]""",
-        )
+        self.refuses_the_dialect(PinMatmuls())
 
     def test_outline_blocks_needs_a_lowered_graph(self):
+        self.refuses_the_dialect(OutlineBlocks())
+
+    def refuses_the_dialect(self, step):
+        drawing = Drawing()
+        graph = drawing.returns(drawing.call(ops.WAIT, drawing.gather(drawing.input("shard", 8), "up")))
         self.assertExpectedInline(
-            self.refused(_gathered(), OutlineBlocks()),
+            self.refused(graph, step),
             """\
 up.pending calls fsdp.all_gather: run LowerCollectives first
   up: f32[8], an input
@@ -240,8 +237,3 @@ up.pending calls fsdp.all_gather: run LowerCollectives first
         for name in PASSES:
             needs_something = "Needs    nothing" not in import_module(f"fsdp_compile.passes.{name}").__doc__
             self.assertEqual(any(test.startswith(f"test_{name}_needs") for test in tests), needs_something, name)
-
-
-def _gathered():
-    drawing = Drawing()
-    return drawing.returns(drawing.call(ops.WAIT, drawing.gather(drawing.input("shard", 8), "up")))
