@@ -39,10 +39,11 @@ def outlined(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
 def _keep_strides(gm: torch.fx.GraphModule) -> None:
     """Have functions of a graph return values with the strides that the graph says, as a graph for users does."""
     for call in gm.graph.find_nodes(op="call_function", target=_invoke):
-        function: Any = gm.get_submodule(str(call.args[1]))
-        output = function.graph.output_node()
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        output.meta["original_output_strides"] = [value.stride() for value in call.meta["val"]]
+        function: Any = gm.get_submodule(call.args[0].target)
+        strides = [value.stride() if isinstance(value, torch.Tensor) else None for value in call.meta["val"]]
+        notes = function.graph.output_node().meta
+        notes["original_output_strides"] = strides
+        notes["user_visible_output_idxs"] = [index for index, found in enumerate(strides) if found is not None]
 
 
 @contextlib.contextmanager
@@ -59,7 +60,7 @@ def own_memory() -> Iterator[None]:
     def invoke(subgraph: Any, identifier: str, *operands: Any) -> Any:
         given = [ir.ExternKernel.realize_input(operand) for operand in operands]
         if subgraph.graph is None:
-            aligned = iter([not _is_unaligned(value) for value in given])
+            aligned = iter([not _is_unaligned(value) for value in given if _is_tensor(value)])
             with (
                 patch.object(torch._inductor.graph, "get_donated_idxs", lambda: None),
                 patch.object(torch._inductor.graph, "should_assume_input_aligned", lambda example: next(aligned)),
@@ -74,7 +75,7 @@ def own_memory() -> Iterator[None]:
             ]
             returned = by_itself(subgraph, identifier, *given)
         for value, output in zip(returned, subgraph.graph.graph_outputs, strict=True):
-            if output.get_name() in subgraph.graph.unaligned_buffers:
+            if _is_tensor(output) and output.get_name() in subgraph.graph.unaligned_buffers:
                 V.graph.unaligned_buffers.add(value.get_name())
         return returned
 
@@ -82,9 +83,14 @@ def own_memory() -> Iterator[None]:
         yield
 
 
+def _is_tensor(value: Any) -> bool:
+    """Whether this has memory; functions of users take and return sizes, too."""
+    return isinstance(value, (ir.TensorBox, ir.StorageBox, ir.BaseView, ir.Buffer))
+
+
 def _is_unaligned(value: Any) -> bool:
     """Whether kernels for a GPU may not take for granted that this begins at a multiple of 16 bytes."""
-    return value.get_device().type != "cpu" and ir.is_unaligned(value)
+    return _is_tensor(value) and value.get_device().type != "cpu" and ir.is_unaligned(value)
 
 
 def _own_outputs(function: Any) -> None:
@@ -92,6 +98,8 @@ def _own_outputs(function: Any) -> None:
     with V.set_graph_handler(function):
         taken = set(function.graph_inputs)
         for index, output in enumerate(function.graph_outputs):
+            if not _is_tensor(output):
+                continue
             if output.get_name() in taken:
                 function.graph_outputs[index] = _copied(output)
             taken.add(function.graph_outputs[index].get_name())

@@ -1,5 +1,6 @@
 """What Inductor makes of equal blocks: one function for all of them, with what the schedule and eager have."""
 
+import copy
 import functools
 import re
 
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_compile import fsdp_compile
 from fsdp_compile.runtime.outlined_blocks import outlined, own_memory
+from tests import ranks
 from tests.compiled.test_generated_code import assert_keeps_the_order
 from tests.passes.tiny import Chain
 
@@ -126,6 +128,32 @@ def test_what_a_block_returns_is_in_memory_of_its_own():
         torch.testing.assert_close(value, wanted)
         assert value.stride() == wanted.stride()
     assert len({value.data_ptr() for value in (x, *returned)}) == 1 + len(returned)
+
+
+@torch.compiler.nested_compile_region
+def region(x, size):
+    return torch.tanh(torch.relu(x.sin()) * size)
+
+
+class Nested(Chain):
+    def forward(self, x):
+        for layer in self.children():
+            x = region(layer(x), x.shape[0])
+        return x.sum()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_functions_of_users_are_left_as_they_are_given_values_and_sizes(dynamic):
+    """By itself, torch would write to what the forward saved, here, too."""
+    ranks.join_fake_group(1)
+    torch.manual_seed(0)
+    expected = Nested(**{f"layer{index}": nn.Linear(8, 8) for index in range(3)})
+    model = fsdp_compile(copy.deepcopy(expected), dynamic=dynamic)
+    x = torch.randn(4, 8)
+    for each in (model, expected):
+        each(x).backward()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_cpp_wrapper_compiles_the_graph_as_a_whole():
