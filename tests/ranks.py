@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import fcntl
 import functools
 import gc
 import inspect
@@ -44,8 +43,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from fsdp_compile.compiler import capture
 
 TIME_LIMIT = 240.0  # seconds a function may take, its compilation by Inductor included
 START_LIMIT = 120.0  # seconds until every worker has imported torch and joined the process group
@@ -272,7 +269,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log: Path) -
     store = dist.TCPStore("localhost", port)
     timeout = datetime.timedelta(seconds=TIME_LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    _compile_in_turns(log.with_name("compiling"))
     gc.freeze()  # what was imported stays; looking through it before every test takes longer than many tests
     pipe.send_bytes(pickle.dumps(None))
     while True:
@@ -283,21 +279,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log: Path) -
         pipe.send_bytes(_answer(request, log))
     sys.stdout.flush()
     os._exit(0)  # no destructors: a peer may be gone already, and the process group would wait for it
-
-
-def _compile_in_turns(lock: Path) -> None:
-    """One rank after another: the second finds in Inductor's cache what the first has compiled.
-
-    There are fewer processors than ranks. All ranks at once would each do all of the work.
-    """
-    compile_inner = capture.compile_fx_inner
-
-    def in_turn(*args: Any, **kwargs: Any) -> Any:
-        with lock.open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            return compile_inner(*args, **kwargs)
-
-    capture.compile_fx_inner = in_turn
 
 
 def _answer(request: bytes, log: Path) -> bytes:

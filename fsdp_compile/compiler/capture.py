@@ -36,6 +36,7 @@ from ..progress import phase
 from ..runtime.backward import BucketGradient
 from ..runtime.below_autograd import below_autograd
 from ..runtime.compilations import Compilations
+from ..runtime.compiled_once import compiled_once
 from ..runtime.given import HasGradient, Results
 from ..runtime.inductor import Fences, InOrder, fast_matmuls, few_casts, generator_digest, whole_copies
 from ..runtime.kernels import capturing
@@ -308,9 +309,11 @@ def _generated(graph: torch.fx.GraphModule, inputs: Sequence[Any], arguments: di
     """The graph as Inductor compiles it."""
     hits, misses = (counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss"))
     with phase(f"compiling the {'backward' if arguments.get('is_backward') else 'forward'}") as compiling:
-        compiled = compile_fx_inner(outlined(graph), inputs, **arguments)
+        folded = outlined(graph)
+        with compiled_once(folded) as by_another:
+            compiled = compile_fx_inner(folded, inputs, **arguments)
         if counters["inductor"]["fxgraph_cache_hit"] > hits:
-            compiling.remark = " (from the cache)"
+            compiling.remark = " (compiled by another process)" if by_another else " (from the cache)"
         elif counters["inductor"]["fxgraph_cache_miss"] > misses:
             compiling.remark = " (cached for next time)"
     return compiled

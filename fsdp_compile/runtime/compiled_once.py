@@ -1,0 +1,48 @@
+"""Compiled once: processes that share Inductor's cache do not generate the same code at the same time.
+
+All ranks come to the same graph at about the same time. One of those on a host generates its code, while the others
+wait; they find it in the cache then. They trace and rewrite the graph all the same.
+
+The cache and its locks are private, as of torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from torch._inductor import config
+from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
+
+
+@contextmanager
+def compiled_once(graph: torch.fx.GraphModule) -> Iterator[bool]:
+    """Inside, no process with the same cache compiles an equal graph; yields whether one did a moment ago.
+
+    A process waits for one other only, and no longer than Inductor's `file_lock_timeout`: what Inductor does not
+    cache, the others compile side by side.
+    """
+    by_another = False
+    with ExitStack() as held:
+        if (lock := _lock_of(graph)) is not None:
+            try:
+                held.enter_context(lock.acquire(blocking=False))
+            except Timeout:
+                by_another = True
+                with suppress(Timeout), lock.acquire(timeout=LOCK_TIMEOUT):
+                    pass
+            except OSError:  # nothing can be written there: Inductor finds what it needs, or says so
+                pass
+        yield by_another
+
+
+def _lock_of(graph: torch.fx.GraphModule) -> FileLock | None:
+    """None where processes find nothing of each other's, or tune kernels together while they compile."""
+    if not config.fx_graph_cache or config.force_disable_caches or config.distributed_max_autotune_gemm:
+        return None
+    key = hashlib.sha256(graph.code.encode()).hexdigest()
+    return FileLock(Path(get_lock_dir()) / f"fsdp_compile_{key}.lock")
