@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import fx
 
 from fsdp_compile.runtime.compiled_once import compiled_once
@@ -28,6 +29,21 @@ def met_inside(graph, barrier):
 
 
 @pytest.fixture
+def waiting(monkeypatch):
+    """Counts those who wait for a lock."""
+    waiting = threading.Semaphore(0)
+
+    class Counted(FileLock):
+        def acquire(self, timeout=None, **options):
+            if timeout:
+                waiting.release()
+            return super().acquire(timeout, **options)
+
+    monkeypatch.setattr("fsdp_compile.runtime.compiled_once.FileLock", Counted)
+    return waiting
+
+
+@pytest.fixture
 def first():
     """A process that compiles; the function lets it end, and returns whether another had compiled before."""
     entered, go_on = threading.Event(), threading.Event()
@@ -38,11 +54,12 @@ def first():
         go_on.set()
 
 
-def test_others_wait_for_the_first_and_then_go_on_side_by_side(first):
+def test_others_wait_for_the_first_and_then_go_on_side_by_side(waiting, first):
     """What Inductor does not cache takes them no longer than two compilations."""
     pool, end = first
     barrier = threading.Barrier(2)
     others = [pool.submit(met_inside, graph_of(torch.sin), barrier) for _ in range(2)]
+    assert waiting.acquire(timeout=60) and waiting.acquire(timeout=60)
     assert barrier.n_waiting == 0
     assert end() is False
     assert [other.result(60) for other in others] == [True, True]
