@@ -154,7 +154,7 @@ class RankPool:
         self.processes: list[multiprocessing.process.BaseProcess] = []
         context = multiprocessing.get_context("forkserver")  # a spawned process would import torch again
         context.set_forkserver_preload(PRELOADED)
-        with _patched_environ(environment()):
+        with _patched_environ(environment() | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}):  # threads that start compilers
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 arguments = (rank, world_size, self.store.port, theirs, self._log(rank))

@@ -39,6 +39,7 @@ from ..runtime.compilations import Compilations
 from ..runtime.compiled_once import compiled_once
 from ..runtime.given import HasGradient, Results
 from ..runtime.inductor import Fences, InOrder, fast_matmuls, few_casts, generator_digest, whole_copies
+from ..runtime.joined_kernels import joined_kernels
 from ..runtime.kernels import capturing
 from ..runtime.modules import not_captured
 from ..runtime.outlined_blocks import outlined, own_memory
@@ -115,7 +116,7 @@ class Capture:
                 self._rewrite_inference(graph)
             if (static := kwargs.get("static_input_idxs")) is not None:
                 kwargs["static_input_idxs"] = partitioner.static(graph, static)
-            with uncollected(), fast_matmuls(), whole_copies(), few_casts(), own_memory():
+            with uncollected(), fast_matmuls(), whole_copies(), few_casts(), own_memory(), joined_kernels():
                 compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph, inputs)
             compiled = below_autograd(compiled)
             return self._noting(compiled, graph, partitioner) if kwargs.get("is_backward") else compiled
