@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 _MOST = 16
@@ -36,6 +36,7 @@ def joined_kernels() -> Iterator[None]:
     @functools.wraps(one_by_one)
     def cpp_pybinding(self: AsyncCompile, argtypes: list[str], source_code: str, *others: Any, **named: Any) -> Any:
         if _is_plain(source_code) and not (others or named):
+            kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)  # for TORCH_LOGS=kernel_code
             return _Kernel(tuple(argtypes), source_code)
         return one_by_one(self, argtypes, source_code, *others, **named)
 

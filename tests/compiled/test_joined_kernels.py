@@ -61,3 +61,9 @@ def test_a_kernel_that_is_there_twice_is_compiled_once():
 
 def test_a_module_without_kernels_compiles_nothing():
     assert loaded() == ([], 0)
+
+
+def test_torch_logs_show_every_kernel(caplog):
+    with caplog.at_level("INFO", logger="torch._inductor.async_compile.__kernel_code"):
+        loaded(adding(3), adding(1))
+    assert [adding(3) in caplog.text, adding(1) in caplog.text] == [True, True]
