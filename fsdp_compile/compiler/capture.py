@@ -171,17 +171,25 @@ class Capture:
         return run
 
 
+_is_frozen = False
+"""Whether objects are frozen: by `uncollected`, or by the user, once that was seen. To count them takes long."""
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Inside, Python's garbage collector does not look again and again through what is there before."""
-    if gc.get_freeze_count():  # the user's, or our own
+    global _is_frozen
+    if _is_frozen or gc.get_freeze_count():
+        _is_frozen = True
         yield
         return
     gc.freeze()
+    _is_frozen = True
     try:
         yield
     finally:
         gc.unfreeze()
+        _is_frozen = False
 
 
 @contextmanager
