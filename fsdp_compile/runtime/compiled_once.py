@@ -28,8 +28,9 @@ def compiled_once(graph: torch.fx.GraphModule) -> Iterator[bool]:
     """
     by_another = False
     with ExitStack() as held:
-        if (lock := _lock_of(graph)) is not None:
+        if _is_found_by_others():
             try:
+                lock = _lock_of(graph)
                 held.enter_context(lock.acquire(blocking=False))
             except Timeout:
                 by_another = True
@@ -40,9 +41,12 @@ def compiled_once(graph: torch.fx.GraphModule) -> Iterator[bool]:
         yield by_another
 
 
-def _lock_of(graph: torch.fx.GraphModule) -> FileLock | None:
-    """None where processes find nothing of each other's, or tune kernels together while they compile."""
-    if not config.fx_graph_cache or config.force_disable_caches or config.distributed_max_autotune_gemm:
-        return None
+def _is_found_by_others() -> bool:
+    """Whether processes find what one compiles, and do not tune kernels together meanwhile."""
+    is_kept = config.fx_graph_cache and not config.force_disable_caches
+    return is_kept and not config.distributed_max_autotune_gemm
+
+
+def _lock_of(graph: torch.fx.GraphModule) -> FileLock:
     key = hashlib.sha256(graph.code.encode()).hexdigest()
     return FileLock(Path(get_lock_dir()) / f"fsdp_compile_{key}.lock")

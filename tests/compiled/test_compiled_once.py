@@ -94,3 +94,11 @@ def test_a_lock_that_cannot_be_made_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("fsdp_compile.runtime.compiled_once.get_lock_dir", lambda: str(not_a_folder))
     with compiled_once(graph_of(torch.sin)) as by_another:
         assert not by_another
+
+
+def test_a_cache_without_a_place_for_locks_is_read_all_the_same(tmp_path, monkeypatch):
+    not_a_folder = tmp_path / "file"
+    not_a_folder.touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(not_a_folder))
+    with compiled_once(graph_of(torch.sin)) as by_another:
+        assert not by_another
