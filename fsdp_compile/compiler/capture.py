@@ -318,9 +318,9 @@ def _generated(graph: torch.fx.GraphModule, inputs: Sequence[Any], arguments: di
     """The graph as Inductor compiles it."""
     hits, misses = (counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss"))
     with phase(f"compiling the {'backward' if arguments.get('is_backward') else 'forward'}") as compiling:
-        folded = outlined(graph)
-        with compiled_once(folded) as by_another:
-            compiled = compile_fx_inner(folded, inputs, **arguments)
+        graph = outlined(graph)
+        with compiled_once(graph) as by_another:
+            compiled = compile_fx_inner(graph, inputs, **arguments)
         if counters["inductor"]["fxgraph_cache_hit"] > hits:
             compiling.remark = " (compiled by another process)" if by_another else " (from the cache)"
         elif counters["inductor"]["fxgraph_cache_miss"] > misses:

@@ -104,6 +104,7 @@ _HEADERS = """
 #include <sstream>
 #include <torch/csrc/inductor/cpp_prefix.h>
 """
+"""What every part includes, too. It is included here first, or a part would have it inside its namespace."""
 
 
 def _compiled(kernels: Sequence[_Kernel]) -> dict[_Kernel, Callable[..., None]]:
