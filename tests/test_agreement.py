@@ -177,6 +177,89 @@ def test_a_rank_that_comes_back_makes_place_for_one_that_does_not(monkeypatch):
         assert [agreement.failure for agreement in (first, second, third)] == [text] * 3
 
 
+class Interleaved:
+    """A store in which something happens before, or after, one request for what has been raised."""
+
+    def __init__(self, store, before=None, after=None):
+        self.store, self.before, self.after = store, before, after
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def compare_set(self, key, expected, value):
+        is_it = key.endswith("/raised")
+        if is_it and expected == "" and self.before is not None:
+            happens, self.before = self.before, None
+            happens()
+        found = self.store.compare_set(key, expected, value)
+        if is_it and expected == "?" and self.after is not None:
+            happens, self.after = self.after, None
+            happens()
+        return found
+
+
+def started(function, *args):
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    thread.join(0.5)  # it may have to wait for who starts it
+    return thread
+
+
+def raised(agreement):
+    return agreement._keys.peek("raised")
+
+
+def test_a_rank_that_comes_back_while_its_thread_looks_has_come_back():
+    store = Interleaved(dist.HashStore())
+    agreement, threads = Agreement((0, 1), 0, store), []
+    agreement.tell(ValueError("one"))
+    store.before = lambda: threads.append(started(agreement.come_back))
+    agreement.look("news")
+    for thread in threads:
+        thread.join()
+    assert threads and raised(agreement) is None
+
+
+def test_a_rank_that_comes_back_while_another_does_has_come_back():
+    store = dist.HashStore()
+    interleaved, threads = Interleaved(store), []
+    first, second = Agreement((0, 1), 0, store), Agreement((0, 1), 1, interleaved)
+    first.tell(ValueError("one"))
+    second.tell(ValueError("two"))
+
+    def come_back_and_look():
+        first.come_back()
+        threads.append(started(second.look))
+
+    interleaved.after = come_back_and_look
+    second.come_back()
+    for thread in threads:
+        thread.join()
+    assert threads and raised(first) is None
+
+
+def test_nothing_is_left_of_what_ranks_raise_often_and_come_back_from():
+    """While the threads of all of them look as often as they can."""
+
+    def raise_often(agreement):
+        is_over = threading.Event()
+
+        def look():
+            while not is_over.is_set():
+                agreement.look()
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        for number in range(300):
+            agreement.tell(ValueError(str(number)))
+            agreement.come_back()
+        is_over.set()
+        looking.join()
+        return agreement
+
+    assert raised(in_threads(raise_often)[0]) is None
+
+
 def test_a_rank_that_has_run_what_another_has_not_parts_all_of_them():
     store = dist.HashStore()
     first, second, third = (Agreement((0, 1, 2), rank, store) for rank in range(3))

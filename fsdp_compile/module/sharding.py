@@ -20,6 +20,7 @@ from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..planning.options import ScheduleConfig
 from ..planning.step_plans import Goal, Leeway, Planner
+from ..runtime.agreement import any_has_raised
 from ..runtime.compilations import Compilations
 from ..runtime.flat_shard import Shards
 from ..runtime.gradients import reduce_leftovers, watch_whole
@@ -56,7 +57,6 @@ class Sharding(Shards):
         parts: for every number of ranks that a unit is resharded over after the forward, this rank's place among them.
         keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
         plans: what was planned, by program; see `step_plans.Planner`.
-        has_raised: whether the last call has.
         compilations: graph breaks and recompilations, if it was compiled by `fsdp_compile`.
         compile: how the model was compiled, if it was.
         reason: why its strategy was chosen; None if the user said which.
@@ -77,7 +77,6 @@ class Sharding(Shards):
     keeps_gradients: bool = False
     graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
     plans: dict[str, StepPlan | None] = dataclasses.field(default_factory=dict)
-    has_raised: bool = False
     compilations: Compilations = dataclasses.field(default_factory=Compilations)
     compile: Compiler | None = None
     reason: str | None = None
@@ -120,15 +119,12 @@ class Sharding(Shards):
     def tell(self, error: Exception) -> None:
         """Tell the other ranks what a call raised on this one; RuntimeError if they cannot be told."""
         if (agreement := self.agreement) is not None:
-            self.has_raised = True
             agreement.tell(error)
 
     def come_back(self) -> None:
         """Before a call: one that raised is over, and compiling anew may take longer than others would wait."""
-        if self.has_raised:
-            self.has_raised = False
-            if (agreement := self.agreement) is not None:
-                agreement.come_back()
+        if any_has_raised() and (agreement := self.agreement) is not None:
+            agreement.come_back()
 
     @property
     def _is_grouped(self) -> bool:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,6 +78,11 @@ def agreement_of(mesh: DeviceMesh | None) -> Agreement | None:
     return known[ranks]
 
 
+def any_has_raised() -> bool:
+    """Whether this rank has not come back to an agreement since it raised; cheap enough for every call of a model."""
+    return bool(_raised)
+
+
 class Agreement:
     """What some ranks have compared.
 
@@ -102,6 +108,7 @@ class Agreement:
         self._running: Statement = ()
         self._num_entered = 0
         self._told: str | None = None
+        self._telling = threading.Lock()
         self._heard: str | None = None
         self._saw_opened: tuple[str, int] | None = None
         self._raised: Raised | None = None
@@ -236,6 +243,7 @@ class Agreement:
         if self.failure is None and self._told is None:
             watch(self)
             self._told = Raised(self.rank, self.num_run, one_line(error)).to_json()
+            _raised.add(self)
             self._tell_if_nobody_else_does()
 
     def come_back(self) -> None:
@@ -246,11 +254,13 @@ class Agreement:
         """
         self._raise_failure()
         if self._told is not None:
-            is_what_others_see = self._keys.peek("raised") == self._told
-            self._told = None
-            if is_what_others_see:
-                self._keys.delete("raised")
-                self._keys.add_news()  # who has raised as well takes the place
+            with self._telling:
+                is_what_others_see = self._keys.peek("raised") == self._told
+                self._told = None
+                _raised.discard(self)
+                if is_what_others_see:
+                    self._keys.delete("raised")
+                    self._keys.add_news()  # who has raised as well takes the place
 
     def look(self, news: str | None = None) -> None:
         """See whether the ranks have parted; called by the thread.
@@ -296,8 +306,7 @@ class Agreement:
             self._listen()
             if self.failure is not None:
                 return
-            if self._told is not None:
-                self._tell_if_nobody_else_does()
+            self._tell_if_nobody_else_does()
             self._raised = Raised.from_json(self._keys.peek("raised"))
             self._heard = news
         if (news, number) != self._saw_opened and not self._is_comparing:
@@ -305,8 +314,9 @@ class Agreement:
             self._saw_opened = news, number
 
     def _tell_if_nobody_else_does(self) -> None:
-        if self._told is not None and self._keys.put_first("raised", self._told) == self._told:
-            self._keys.add_news()
+        with self._telling:  # the thread would say again what this rank has just come back from
+            if self._told is not None and self._keys.put_first("raised", self._told) == self._told:
+                self._keys.add_news()
 
     def _look_for_the_absent(self) -> None:
         """See whether this rank waits for one that has raised, which this one may have done as well."""
@@ -399,6 +409,9 @@ def _absent_text(absent: Sequence[int], rank: int) -> str:
     have = f"rank {named} has" if len(absent) == 1 else f"ranks {named} have"
     return f"{have} not come to where rank {rank} is"
 
+
+_raised: weakref.WeakSet[Agreement] = weakref.WeakSet()
+"""Those that this rank has told what it raised, and not come back to since."""
 
 _agreements: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Agreement]] = weakref.WeakKeyDictionary()
 """By the group of all ranks, and the ranks that agree."""

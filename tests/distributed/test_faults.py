@@ -14,7 +14,7 @@ from fsdp_compile import RankError, fsdp_compile
 from fsdp_compile.runtime import agreement
 from tests import ranks
 from tests.distributed.training import adamw
-from tests.ranks import run_on_ranks
+from tests.ranks import run_on_ranks, run_until_parted
 
 LIMIT = 30.0  # seconds in which a survivor has to stop
 
@@ -117,6 +117,39 @@ def all_raise():
 
 def test_what_all_ranks_raise_stops_nobody():
     first, second = run_on_ranks(2, all_raise)
+    assert first == second
+
+
+class Waiting(nn.Module):
+    """A layer before which something happens to a rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, happens):
+        happens()
+        return self.layer(x).square().mean()
+
+
+@torch.compiler.disable
+def sleep():
+    time.sleep(3.0)
+
+
+def raise_in_one_model_and_go_on_with_another():
+    agreement._PATIENCE = 1.0
+    broken, model = fsdp_compile(Waiting(), backend="aot_eager"), fsdp_compile(Waiting(), backend="aot_eager")
+    x = torch.ones(4, 8)
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="bad rows"):
+            broken(x, raise_error)
+    return model(x, sleep if dist.get_rank() == 1 else nothing).item()
+
+
+def test_a_rank_that_goes_on_with_another_model_has_come_back():
+    """However long it takes to compile that one."""
+    first, second = run_until_parted(2, raise_in_one_model_and_go_on_with_another)
     assert first == second
 
 
