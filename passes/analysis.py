@@ -20,17 +20,16 @@ def positions(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
 
 def is_alias(node: torch.fx.Node) -> bool:
     """Whether this node's value is a view of its first input, by the schema of its operator."""
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    if node.target is operator.getitem:
-        return is_alias(node.all_input_nodes[0])
-    if ops.is_call(node, ops.WAIT):
-        return True  # the buffer is the one that the collective fills
-    return isinstance(node.target, torch._ops.OpOverload) and _returns_view(node.target)
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem and any(map(is_alias, node.all_input_nodes[:1]))
+    return _returns_view(target) and bool(node.all_input_nodes)  # asked last: it takes longest
 
 
 @functools.cache
 def _returns_view(target: torch._ops.OpOverload) -> bool:
+    if target is ops.WAIT:
+        return True  # the buffer is the one that the collective fills
     returns = target._schema.returns
     return any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 

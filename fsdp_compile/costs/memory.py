@@ -21,7 +21,7 @@ import torch.fx
 from ..passes import analysis, ops
 from ..passes.analysis import full_buffers
 from ..runtime.inductor import is_onednn_called, onednn_workspace
-from .nodes import base, extents, full_bytes, is_item, is_kernel, is_light, num_bytes, results
+from .nodes import base, has_extents, full_bytes, is_item, is_kernel, is_light, num_bytes, results
 from .work import Work, WorkOfGraph
 
 _aten = torch.ops.aten
@@ -101,7 +101,7 @@ def received_by_backward(forward: torch.fx.Graph, backward: torch.fx.Graph) -> d
     received = [node for node in analysis.inputs(backward) if not ops.is_tangent(node) and not ops.is_generator(node)]
     sent = analysis.outputs(forward)
     saved = sent[len(sent) - len(received) :]
-    saved.sort(key=lambda node: bool(extents(node.meta.get("val"))))  # the backward takes sizes first
+    saved.sort(key=lambda node: has_extents(node.meta.get("val")))  # the backward takes sizes first
     return dict(zip(saved, received, strict=True))
 
 

@@ -128,11 +128,12 @@ def _origin(node: torch.fx.Node) -> tuple[str, int] | None:
 
 def is_kernel(node: torch.fx.Node) -> bool:
     """Whether a node computes: it is neither an input nor a view, a collective, a wait, a copy between devices."""
-    if node.op != "call_function" or is_item(node):
+    if node.op != "call_function" or is_item(node) or analysis.is_alias(node):
         return False
-    if ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.WAIT, ops.FREE, ops.STORE, ops.RESHARD):
+    is_ours = ops.is_dialect(node)
+    if is_ours and (ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.FREE, ops.RESHARD)):
         return False
-    return bool(extents(_value(node))) and not analysis.is_alias(node)
+    return has_extents(_value(node))
 
 
 def is_light(node: torch.fx.Node) -> bool:
@@ -231,7 +232,7 @@ def _kernel(nodes: Sequence[torch.fx.Node], compiler: Compiler) -> Kernel:
 
 def _is_constant(node: torch.fx.Node) -> bool:
     """Whether this is computed from no tensor and only read in kernels that compilers fuse, each of which can do so."""
-    is_of_tensors = any(extents(_value(source)) for source in node.all_input_nodes)
+    is_of_tensors = any(has_extents(_value(source)) for source in node.all_input_nodes)
     return not is_of_tensors and not analysis.is_random(node) and all(map(is_light, _readers(node)))
 
 
@@ -278,6 +279,13 @@ def base(node: torch.fx.Node) -> torch.fx.Node:
     while analysis.is_alias(node) and not ops.is_call(node, ops.WAIT):
         node = node.all_input_nodes[0]
     return node
+
+
+def has_extents(value: Any) -> bool:
+    """Whether `extents` would return any."""
+    if isinstance(value, (list, tuple)):
+        return any(map(has_extents, value))
+    return isinstance(value, (torch.Tensor, Extent))
 
 
 def extents(value: Any) -> list[Extent]:

@@ -106,6 +106,12 @@ class StepChains:
     def has_reductions(self) -> bool:
         return self.backward is not None and len(self.backward.reductions) > 0
 
+    @property
+    def most(self) -> int:
+        """Bytes that no plan needs more than: all that is gathered, twice, for a whole side."""
+        sides = [side for side in (self.forward, self.backward) if side is not None]
+        return max(max(side.held) + 2 * sum(atom.item.num_bytes for atom in side.atoms) for side in sides)
+
     def best(self, limit: int) -> Estimate | None:
         """The best plan within the limit of bytes, with as few units kept as it takes; None if none fits."""
         found: dict[int, Estimate] = {}

@@ -198,6 +198,8 @@ def _is_short(step: StepChains, best: Estimate | None, candidates: Sequence[Foun
     """Whether there would be a faster plan with more memory; `best` is within the limit."""
     if best is None or not any(found.peak <= limit for found in candidates):
         return True
+    if step.most <= limit:
+        return False
     unlimited = step.best(sys.maxsize)
     return unlimited is not None and best.seconds > _WORTH_IT * unlimited.seconds
 
