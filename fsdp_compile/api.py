@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from .backend import CompileAs
 from .checks import is_auto
-from .compiler.capture import capture_only, inductor_options
+from .compiler.capture import generate, inductor_options, trace
 from .compiler.options import CompileConfig
+from .compiler.traces import Trace, Traces
 from .costs.at_hand import hardware_at_hand
 from .costs.hardware import Hardware
 from .environment import initialise_from_environment, local_world_size
@@ -239,7 +240,7 @@ def _choose(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> tupl
     shape: Any = resolved.size() if resolved.ndim == 1 else tuple(resolved.shape)
     goal = Goal(hardware, options.schedule.memory_budget, "inductor")
     inputs = _inputs_on(device, options.example_inputs)
-    rewrites = candidates(_rewriting(model, inputs, {}, chosen), shape, goal, None if is_given else ranks_per_node)
+    rewrites = candidates(Rewriter(model, inputs, {}, chosen), shape, goal, None if is_given else ranks_per_node)
 
     def choose() -> Choice:
         try:
@@ -310,24 +311,34 @@ def rewrite(
     if hardware is None:
         raise ConfigError("sharding_strategy='auto' needs hardware= to choose for")
     goal = Goal(hardware, options.schedule.memory_budget, "inductor")
-    rewriting = _rewriting(model, args, kwargs, options, device)
-    return best_strategy(candidates(rewriting, world_size, goal, hardware.ranks_per_node), goal).graphs
+    rewriter = Rewriter(model, args, kwargs, options, device)
+    return best_strategy(candidates(rewriter, world_size, goal, hardware.ranks_per_node), goal).graphs
 
 
-def _rewriting(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-    device: str | torch.device = "cpu",
-) -> Callable[..., RewrittenGraphs]:
-    """What rewrites a model for any strategy, number of ranks, and hardware, whose memory is the budget."""
+class Rewriter:
+    """Rewrites a call of a model for any strategy, number of ranks, and hardware, and traces it as seldom as it can.
 
-    def again(*, world_size: WorldSize, sharding_strategy: ShardingStrategy, hardware: Hardware) -> RewrittenGraphs:
-        found = dataclasses.replace(options, sharding_strategy=sharding_strategy, hardware=hardware, memory_budget=None)
-        return rewrite_for(model, args, kwargs, found, world_size, device)
+    The arguments are those of `rewrite_for`; the memory of the hardware is the budget.
+    """
 
-    return again
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self._call, self._options, self._device = (model, args, kwargs), options, device
+        self._traces = Traces()
+
+    def __call__(
+        self, *, world_size: WorldSize, sharding_strategy: ShardingStrategy, hardware: Hardware | None = None
+    ) -> RewrittenGraphs:
+        options = dataclasses.replace(
+            self._options, sharding_strategy=sharding_strategy, hardware=hardware, memory_budget=None
+        )
+        return rewrite_for(*self._call, options, world_size, self._device, traces=self._traces)
 
 
 def rewrite_for(
@@ -338,8 +349,14 @@ def rewrite_for(
     world_size: object,
     device: str | torch.device = "cpu",
     before_compiling: Callable[[RewrittenGraphs], None] | None = None,
+    traces: Traces | None = None,
 ) -> RewrittenGraphs:
-    """The graphs of a call of the model (see `capture_only`); tensors on the meta device become tensors of `device`."""
+    """The graphs of a call of the model; tensors on the meta device become tensors of `device`.
+
+    Args:
+        before_compiling: is called with the graphs, which Inductor then compiles; without it, nothing is compiled.
+        traces: of this call, by these options for other strategies, ranks or hardware.
+    """
     check_traced_on(device, model, (args, kwargs))
     axes = _axes_of_size(world_size, options.strategy)
     if isinstance(model, nn.Module) and (parts := sharded_parts(model)):
@@ -361,11 +378,20 @@ def rewrite_for(
     if schedule.hardware is not None:
         goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
         plan = Planner(leeway_of(*open_options), goal, {}, _alone).plan
-    with untouched(device):
+
+    def call() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         reading = reading_copy(model, layouts, device)
         install_casts(reading, decision.precision)
-        args, kwargs = off_meta((args, kwargs), device)
-        return capture_only(reading, args, kwargs, pipeline, plan, before_compiling)
+        return reading, *off_meta((args, kwargs), device)
+
+    def traced() -> Trace:
+        with untouched(device):
+            return trace(*call(), pipeline)
+
+    if before_compiling is None:
+        return (Traces() if traces is None else traces).of(layouts, traced).rewritten(pipeline, plan)
+    with untouched(device):
+        return generate(*call(), pipeline, plan, before_compiling)
 
 
 def _alone(unplanned: RewrittenGraphs, make: Callable[[], str]) -> str:

@@ -61,6 +61,11 @@ class Halves:
         _save_early(forward.graph, num_fwd_outputs)
         return cls(forward, backward, num_fwd_outputs, unshards)
 
+    def copies(self) -> Halves:
+        """The same with graphs of its own."""
+        forward, backward = (torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)) for gm in (self.forward, self.backward))
+        return dataclasses.replace(self, forward=forward, backward=backward)
+
     def drafts(self) -> Halves:
         """The same with graphs of its own, which do not run."""
         return dataclasses.replace(self, forward=DraftModule.of(self.forward), backward=DraftModule.of(self.backward))

@@ -119,8 +119,12 @@ class Pipeline:
 
     def split(self, joint: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]) -> Halves:
         """The joint graph in halves, which do not depend on the options; `Halves.of` explains the arguments."""
-        self._run_all("joint", self.joint, joint, STAGES[0])
+        self.merge(joint)
         return Halves.of(joint, num_fwd_outputs, static_inputs)
+
+    def merge(self, joint: torch.fx.GraphModule) -> None:
+        """What is done to a joint graph before it is split."""
+        self._run_all("joint", self.joint, joint, STAGES[0])
 
     def rewrite_halves(self, halves: Halves) -> tuple[Side, Side]:
         """Forward and backward from halves, which are changed."""

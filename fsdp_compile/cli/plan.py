@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.fsdp import ShardingStrategy
 
-from ..api import rewrite
+from ..api import Rewriter
 from ..checks import is_auto
 from ..costs.hardware import Hardware, find_hardware
 from ..costs.predict import Prediction, predict
 from ..errors import ConfigError
+from ..options import Options
 from ..planning.step_plans import Goal
 from ..planning.strategies import best_strategy, candidates
 from ..report import Schedule, page
@@ -33,19 +33,21 @@ def plan(options: argparse.Namespace) -> None:
     make_model, make_inputs = load(options.model, options.inputs)
     hardware = find_hardware(options.hardware)
     rows, schedules, reasons = [], [], []
+    rewriters: dict[int, Rewriter] = {}
     for gpus, batch, strategy in itertools.product(options.gpus, options.batch, options.strategy):
         print(f"planning {gpus} GPUs, {batch} x {options.seq} tokens each, {strategy}", file=sys.stderr)
-        model, inputs = made_on_meta(make_model, make_inputs, batch, options)
-        rewriting = partial(rewrite, model, *inputs, collective_lowering=options.lowering)
+        if batch not in rewriters:
+            model, inputs = made_on_meta(make_model, make_inputs, batch, options)
+            rewriters[batch] = Rewriter(model, tuple(inputs), {}, Options(collective_lowering=options.lowering))
         if is_auto(strategy):
             goal = Goal(hardware, None, "inductor")
-            rewrites = candidates(rewriting, gpus, goal, hardware.ranks_per_node)
+            rewrites = candidates(rewriters[batch], gpus, goal, hardware.ranks_per_node)
             choice = best_strategy(rewrites, goal, optimizer=options.optimizer)
             graphs, strategy = choice.graphs, choice.strategy.name
             reasons.append(choice.reason)
         else:
             world_size = _world_size(gpus, strategy, hardware)
-            graphs = rewriting(world_size=world_size, sharding_strategy=ShardingStrategy[strategy])
+            graphs = rewriters[batch](world_size=world_size, sharding_strategy=ShardingStrategy[strategy])
         prediction = predict(graphs, hardware, optimizer=options.optimizer)
         rows.append(_row(prediction, gpus, batch, options.seq, strategy))
         if options.html:

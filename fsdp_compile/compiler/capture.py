@@ -11,10 +11,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._functorch.config
@@ -27,9 +26,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from ..dependence import Paths
 from ..errors import CaptureError, ConfigError, PassError, RankError, VerifyError
-from ..graphs import Draft, RewrittenGraphs
+from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
 from ..passes.halves import DraftModule, Halves
+from ..passes.new_layout import NewLayout
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
@@ -43,11 +43,8 @@ from ..runtime.joined_kernels import joined_kernels
 from ..runtime.kernels import capturing
 from ..runtime.modules import not_captured
 from ..runtime.outlined_blocks import outlined, own_memory
+from .traces import MakePlan, Trace, program, rewriting
 from .writes import refuse_writes, sharded_inputs
-
-MakePlan = Callable[[str, Draft], StepPlan | None]
-"""(program, draft) to the plan of a program; `step_plans.Planner.plan` explains both."""
-
 
 Finish = Callable[[list[Any]], None]
 """What is left to do when a compiled backward has run, with what that returns, which may be replaced."""
@@ -91,6 +88,7 @@ class Capture:
         running: a context for a forward, or not, while its compiled graph runs.
         generates_code: whether Inductor compiles the graphs, or they run as they are.
         options: Inductor's, by name.
+        on_trace: ends the compilation, with what was traced, before that is rewritten.
     """
 
     pipeline: Callable[[StepPlan | None], Pipeline]
@@ -100,6 +98,7 @@ class Capture:
     running: Callable[[bool], AbstractContextManager[None]] = lambda is_forward: nullcontext()
     generates_code: bool = True
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    on_trace: Callable[[Trace], NoReturn] | None = None
 
     def compile(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The compiled form of a graph from Dynamo.
@@ -147,8 +146,10 @@ class Capture:
         def draft(pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
             return RewrittenGraphs.of(pipeline.draft_inference(DraftModule.of(gm)))
 
-        with _rewriting():
-            plan = None if self.plan is None else self.plan(_program("inference", gm.graph), draft)
+        with rewriting():
+            if self.on_trace is not None:
+                self.on_trace(Trace(program("inference", gm.graph), gm))
+            plan = None if self.plan is None else self.plan(program("inference", gm.graph), draft)
             self.on_graphs(RewrittenGraphs.of(self.pipeline(plan).rewrite_inference(gm), plan=plan))
 
     def _noting(
@@ -192,19 +193,6 @@ def uncollected() -> Iterator[None]:
         _is_frozen = False
 
 
-@contextmanager
-def _rewriting() -> Iterator[None]:
-    """Inside, Python's garbage collector waits: graphs are many small objects, and nearly all of them live on."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with phase("rewriting"):
-            yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _reads_shards(gm: torch.fx.GraphModule) -> bool:
     """Whether a Dynamo graph, or one inside it (activation checkpointing makes those), reads a sharded parameter."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
@@ -213,21 +201,33 @@ def _reads_shards(gm: torch.fx.GraphModule) -> bool:
 
 @dataclasses.dataclass
 class _Splits:
-    """A joint graph in halves, for every activation memory budget that is asked for; it is left as it is."""
+    """A joint graph in halves, for every activation memory budget and layout asked for; it is left as it is."""
 
     joint: torch.fx.GraphModule
     pipeline: Pipeline
     num_fwd_outputs: int
     static_inputs: Sequence[int]
-    found: dict[float | None, Halves] = dataclasses.field(default_factory=dict)
+    found: dict[tuple[float | None, NewLayout | None], Halves] = dataclasses.field(default_factory=dict)
 
-    def of(self, activations: float | None) -> Halves:
-        if activations not in self.found:
-            setting = {} if activations is None else {"activation_memory_budget": activations}
-            copied = torch.fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
-            with torch._functorch.config.patch(setting):
-                self.found[activations] = self.pipeline.split(copied, self.num_fwd_outputs, self.static_inputs)
-        return self.found[activations]
+    def __post_init__(self) -> None:
+        self.joint.graph.set_codegen(torch.fx.graph.CodeGen())  # that of trees as arguments warns when it is copied
+
+    def of(self, activations: float | None, layout: NewLayout | None = None) -> Halves:
+        """The halves for a layout; what the partitioner chooses within a budget depends on the sizes of inputs, too."""
+        if (activations, layout) not in self.found:
+            self.found[activations, layout] = self._split(activations, layout)
+        return self.found[activations, layout]
+
+    def _split(self, activations: float | None, layout: NewLayout | None) -> Halves:
+        if layout is not None and activations is None and activations_are_free():
+            return layout.change_halves(self.of(None).copies())
+        setting = {} if activations is None else {"activation_memory_budget": activations}
+        copied = torch.fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
+        self.pipeline.merge(copied)
+        if layout is not None:
+            layout.change_graph(copied.graph)
+        with torch._functorch.config.patch(setting):
+            return Halves.of(copied, self.num_fwd_outputs, self.static_inputs)
 
     def draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
         return RewrittenGraphs.of(*pipeline.draft_halves(self.of(activations).drafts()))
@@ -248,26 +248,27 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        with _rewriting():
+        with rewriting():
             return self._rewritten(gm, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices") or ())
 
     def _rewritten(
         self, gm: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         pipeline = self.capture.pipeline(None)
+        if self.paths is not None:
+            self.results.dependence = self.paths.dependence()
+        if self.capture.on_trace is not None:
+            splits = _Splits(gm, pipeline, num_fwd_outputs, static_inputs)
+            splits.of(None)  # by the settings of this compilation
+            self.capture.on_trace(Trace(program("training", gm.graph), splits.of, self.results.dependence))
         if self.capture.plan is None:
             plan, halves = None, pipeline.split(gm, num_fwd_outputs, static_inputs)
         else:
-            gm.graph.set_codegen(
-                torch.fx.graph.CodeGen()
-            )  # copies of what takes trees as arguments come with a warning
-            split = _Splits(gm, pipeline, num_fwd_outputs, static_inputs)
-            plan = self.capture.plan(_program("training", gm.graph), split.draft)
-            halves = split.of(plan.activations if plan else None)
+            splits = _Splits(gm, pipeline, num_fwd_outputs, static_inputs)
+            plan = self.capture.plan(program("training", gm.graph), splits.draft)
+            halves = splits.of(plan.activations if plan else None)
         forward, backward = self.capture.pipeline(plan).rewrite_halves(halves)
         self.gradients += bucket_gradients(backward.scheduled.graph)
-        if self.paths is not None:
-            self.results.dependence = self.paths.dependence()
         self.capture.on_graphs(RewrittenGraphs.of(forward, backward, plan, self.results.dependence))
         return forward.lowered, backward.lowered
 
@@ -286,15 +287,6 @@ class Partitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.uuid(),)  # the key of that cache also pickles us, as a part of Inductor's configuration
-
-
-def _program(kind: str, graph: torch.fx.Graph) -> str:
-    """What a plan is made for, as JSON: its kind, and the parameters in the order in which they are read.
-
-    The shapes of inputs are not in it.
-    """
-    read = [ops.argument(node, "parameter") for node in graph.nodes if ops.is_call(node, ops.UNSHARD)]
-    return json.dumps([kind, *read])
 
 
 def bucket_gradients(backward: torch.fx.Graph) -> list[BucketGradient]:
@@ -350,39 +342,78 @@ _OURS = (
 class _Captured(Exception):
     """Ends a call as soon as what is asked of it is known: nothing runs."""
 
-    def __init__(self, graphs: RewrittenGraphs) -> None:
-        self.graphs = graphs
+    def __init__(self, found: Any) -> None:
+        self.found = found
 
 
-def capture_only(
+def trace(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     pipeline: Callable[[StepPlan | None], Pipeline],
-    plan: MakePlan | None = None,
-    before_compiling: Callable[[RewrittenGraphs], None] | None = None,
-) -> RewrittenGraphs:
-    """The rewritten graphs of `model(*args, **kwargs)`, which is traced and not run.
+) -> Trace:
+    """What `model(*args, **kwargs)` is traced as; nothing runs.
 
     Args:
-        pipeline, plan: as those of `Capture`.
-        before_compiling: is called with the graphs, which Inductor then compiles; without it, nothing is compiled.
+        pipeline: as that of `Capture`.
 
     Raises:
         CaptureError: the call cannot be traced as one graph.
     """
 
+    def end(found: Trace) -> NoReturn:
+        raise _Captured(found)
+
+    found: Trace = _captured(model, args, kwargs, Capture(pipeline, None, _nothing, _no_backward, on_trace=end))
+    return found
+
+
+def generate(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    pipeline: Callable[[StepPlan | None], Pipeline],
+    plan: MakePlan | None,
+    before_compiling: Callable[[RewrittenGraphs], None],
+) -> RewrittenGraphs:
+    """The rewritten graphs of `model(*args, **kwargs)`, which Inductor compiles; nothing runs.
+
+    Args:
+        pipeline, plan: as those of `Capture`.
+        before_compiling: is called with the graphs.
+
+    Raises:
+        CaptureError: the call cannot be traced as one graph.
+    """
+    found: list[RewrittenGraphs] = []
+
+    def note(graphs: RewrittenGraphs) -> None:
+        before_compiling(graphs)
+        found.append(graphs)
+
+    _captured(model, args, kwargs, Capture(pipeline, plan, note, _no_backward))
+    return found[0]
+
+
+def _nothing(_: RewrittenGraphs) -> None:
+    pass
+
+
+def _no_backward(*_: Any) -> Finish:
+    return lambda returned: None
+
+
+def _captured(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    capture: Capture,
+) -> Any:
+    """Compile the call with `capture`; returns what that has ended with, if it does not go to the end."""
+
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        found: list[RewrittenGraphs] = []
-
-        def note(graphs: RewrittenGraphs) -> None:
-            if before_compiling is None:
-                raise _Captured(graphs)
-            before_compiling(graphs)
-            found.append(graphs)
-
-        Capture(pipeline, plan, note, lambda *_: lambda returned: None).compile(gm, example_inputs)
-        raise _Captured(*found)
+        capture.compile(gm, example_inputs)
+        raise _Captured(None)
 
     try:
         # Sizes stay numbers, whatever those of other calls were; and by its own name, this makes no symbols of those.
@@ -391,7 +422,7 @@ def capture_only(
             torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except BackendCompilerFailed as e:
         if isinstance(e.inner_exception, _Captured):
-            return e.inner_exception.graphs
+            return e.inner_exception.found
         if isinstance(e.inner_exception, _OURS):
             raise e.inner_exception from None
         raise

@@ -21,7 +21,7 @@ import torch.fx
 from ..passes import analysis, ops
 from ..passes.analysis import full_buffers
 from ..runtime.inductor import is_onednn_called, onednn_workspace
-from .nodes import base, has_extents, full_bytes, is_item, is_kernel, is_light, num_bytes, results
+from .nodes import base, full_bytes, has_extents, is_item, is_kernel, is_light, num_bytes, results
 from .work import Work, WorkOfGraph
 
 _aten = torch.ops.aten

@@ -1,0 +1,135 @@
+"""Traces: what a call of a model was traced as, to be rewritten for other options, plans and ranks.
+
+Tracing takes most of the time, and is the same for any number of ranks: their layouts differ in arguments of operators
+and in the sizes of shards (`passes/new_layout.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.fx
+
+from ..dependence import Dependence
+from ..graphs import Draft, RewrittenGraphs
+from ..layout.buckets import NO_AXIS, Layout
+from ..passes import ops
+from ..passes.halves import DraftModule, Halves
+from ..passes.new_layout import NewLayout
+from ..passes.pipeline import Pipeline
+from ..passes.plan import StepPlan
+from ..progress import phase
+
+MakePlan = Callable[[str, Draft], StepPlan | None]
+"""(program, draft) to the plan of a program; `step_plans.Planner.plan` explains both."""
+
+
+@contextmanager
+def rewriting() -> Iterator[None]:
+    """Inside, Python's garbage collector waits: graphs are many small objects, and nearly all of them live on."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with phase("rewriting"):
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def program(kind: str, graph: torch.fx.Graph) -> str:
+    """What a plan is made for, as JSON: its kind, and the parameters in the order in which they are read.
+
+    The shapes of inputs are not in it.
+    """
+    read = [ops.argument(node, "parameter") for node in graph.nodes if ops.is_call(node, ops.UNSHARD)]
+    return json.dumps([kind, *read])
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A call as it was traced; it is left as it is.
+
+    Attributes:
+        program: see `program`.
+        graph: of a call that needs no gradients; otherwise the halves of a joint graph, by activation memory budget
+            and layout.
+        dependence: see `RewrittenGraphs`.
+        layout: that the graphs are to have; None for the one that was traced.
+    """
+
+    program: str
+    graph: torch.fx.GraphModule | Callable[[float | None, NewLayout | None], Halves]
+    dependence: Dependence | None = None
+    layout: NewLayout | None = None
+
+    def rewritten(
+        self, pipeline: Callable[[StepPlan | None], Pipeline], make_plan: MakePlan | None = None
+    ) -> RewrittenGraphs:
+        """The graphs that the pipeline makes of it, for the plan that is made of drafts."""
+        with rewriting():
+            plan = None if make_plan is None else make_plan(self.program, self._draft)
+            if isinstance(self.graph, torch.fx.GraphModule):
+                copied = torch.fx.GraphModule(self.graph, copy.deepcopy(self.graph.graph))
+                return RewrittenGraphs.of(pipeline(plan).rewrite_inference(self._changed(copied)), plan=plan)
+            halves = self.graph(plan.activations if plan else None, self.layout).copies()
+            return RewrittenGraphs.of(*pipeline(plan).rewrite_halves(halves), plan, self.dependence)
+
+    def _draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
+        if isinstance(self.graph, torch.fx.GraphModule):
+            return RewrittenGraphs.of(pipeline.draft_inference(self._changed(DraftModule.of(self.graph))))
+        return RewrittenGraphs.of(*pipeline.draft_halves(self.graph(activations, self.layout).drafts()))
+
+    def _changed(self, gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        if self.layout is not None:
+            self.layout.change_graph(gm.graph)
+        return gm
+
+
+class Traces:
+    """The traces of one call of one model by the same options, for the layouts that it was traced with."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Sequence[Layout], Trace]] = []
+
+    def of(self, layouts: Sequence[Layout], make: Callable[[], Trace]) -> Trace:
+        """The trace of the call with these layouts, `make()` only if none that was made can be laid out so."""
+        for traced, trace in self._found:
+            if _differ_in_ranks_only(traced, layouts):
+                return _laid_out(trace, traced, layouts)
+        trace = make()
+        self._found.append((layouts, trace))
+        return trace
+
+
+def _differ_in_ranks_only(some: Sequence[Layout], others: Sequence[Layout]) -> bool:
+    """Whether a call is traced alike with both; the parts of another dimension than the first are put together."""
+    has_rows = all(slot.dim == 0 for layout in (*some, *others) for slot in layout.slots)
+    return has_rows and list(map(_without_ranks, some)) == list(map(_without_ranks, others))
+
+
+def _without_ranks(layout: Layout) -> Layout:
+    slots = tuple(dataclasses.replace(slot, offset=0) for slot in layout.slots)
+    return dataclasses.replace(layout, slots=slots, numel=0, shards=NO_AXIS, replicas=NO_AXIS)
+
+
+def _laid_out(trace: Trace, traced: Sequence[Layout], layouts: Sequence[Layout]) -> Trace:
+    arguments = {slot.parameter: layout.unshard_arguments(slot) for layout in layouts for slot in layout.slots}
+    new_layout = NewLayout(arguments, {layout.bucket: layout.numel for layout in layouts})
+    if (dependence := trace.dependence) is not None:
+        new_slot = dict(zip(_slots(traced), _slots(layouts), strict=True))
+        results_of = {
+            key if isinstance(key, int) else new_slot[key]: results for key, results in dependence.results_of.items()
+        }
+        dependence = dataclasses.replace(dependence, results_of=results_of)
+    return dataclasses.replace(trace, layout=new_layout, dependence=dependence)
+
+
+def _slots(layouts: Sequence[Layout]) -> list[tuple[str, int]]:
+    """As `Dependence` names parameters."""
+    return [(layout.bucket, slot.offset) for layout in layouts for slot in layout.slots]
