@@ -388,10 +388,11 @@ def rewrite_for(
         with untouched(device):
             return trace(*call(), pipeline)
 
-    if before_compiling is None:
-        return (Traces() if traces is None else traces).of(layouts, traced).rewritten(pipeline, plan)
-    with untouched(device):
-        return generate(*call(), pipeline, plan, before_compiling)
+    with phase("rewriting", of=type(model).__name__):
+        if before_compiling is None:
+            return (Traces() if traces is None else traces).of(layouts, traced).rewritten(pipeline, plan)
+        with untouched(device):
+            return generate(*call(), pipeline, plan, before_compiling)
 
 
 def _alone(unplanned: RewrittenGraphs, make: Callable[[], str]) -> str:
