@@ -16,7 +16,7 @@ from . import analysis, ops
 from .halves import Halves
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class NewLayout:
     """What the new layout says; buckets and parameters have the names and the order that they had.
 

@@ -201,31 +201,40 @@ def _reads_shards(gm: torch.fx.GraphModule) -> bool:
 
 @dataclasses.dataclass
 class _Splits:
-    """A joint graph in halves, for every activation memory budget and layout asked for; it is left as it is."""
+    """A joint graph in halves, for every activation memory budget that is asked for; it is left as it is.
+
+    Attributes:
+        layout: what the graph is laid out by, if not by what `traced` was.
+    """
 
     joint: torch.fx.GraphModule
     pipeline: Pipeline
     num_fwd_outputs: int
     static_inputs: Sequence[int]
-    found: dict[tuple[float | None, NewLayout | None], Halves] = dataclasses.field(default_factory=dict)
+    layout: NewLayout | None = None
+    traced: _Splits | None = None
+    found: dict[float | None, Halves] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.joint.graph.set_codegen(torch.fx.graph.CodeGen())  # that of trees as arguments warns when it is copied
 
-    def of(self, activations: float | None, layout: NewLayout | None = None) -> Halves:
-        """The halves for a layout; what the partitioner chooses within a budget depends on the sizes of inputs, too."""
-        if (activations, layout) not in self.found:
-            self.found[activations, layout] = self._split(activations, layout)
-        return self.found[activations, layout]
+    def laid_out(self, layout: NewLayout) -> _Splits:
+        return dataclasses.replace(self, layout=layout, traced=self, found={})
 
-    def _split(self, activations: float | None, layout: NewLayout | None) -> Halves:
-        if layout is not None and activations is None and activations_are_free():
-            return layout.change_halves(self.of(None).copies())
+    def of(self, activations: float | None) -> Halves:
+        if activations not in self.found:
+            self.found[activations] = self._split(activations)
+        return self.found[activations]
+
+    def _split(self, activations: float | None) -> Halves:
+        if self.traced is not None and self.layout is not None and activations is None and activations_are_free():
+            return self.layout.change_halves(self.traced.of(None).copies())
+        # What the partitioner chooses within a budget depends on the sizes of shards, too.
         setting = {} if activations is None else {"activation_memory_budget": activations}
         copied = torch.fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
         self.pipeline.merge(copied)
-        if layout is not None:
-            layout.change_graph(copied.graph)
+        if self.layout is not None:
+            self.layout.change_graph(copied.graph)
         with torch._functorch.config.patch(setting):
             return Halves.of(copied, self.num_fwd_outputs, self.static_inputs)
 
@@ -260,7 +269,7 @@ class Partitioner(CustomPartitionerFn):
         if self.capture.on_trace is not None:
             splits = _Splits(gm, pipeline, num_fwd_outputs, static_inputs)
             splits.of(None)  # by the settings of this compilation
-            self.capture.on_trace(Trace(program("training", gm.graph), splits.of, self.results.dependence))
+            self.capture.on_trace(Trace(program("training", gm.graph), splits, self.results.dependence))
         if self.capture.plan is None:
             plan, halves = None, pipeline.split(gm, num_fwd_outputs, static_inputs)
         else:

@@ -12,6 +12,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch.fx
 
@@ -51,22 +52,27 @@ def program(kind: str, graph: torch.fx.Graph) -> str:
     return json.dumps([kind, *read])
 
 
+class Splits(Protocol):
+    """A joint graph in halves, for every activation memory budget that is asked for."""
+
+    def of(self, activations: float | None) -> Halves: ...
+
+    def laid_out(self, layout: NewLayout) -> Splits: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Trace:
     """A call as it was traced; it is left as it is.
 
     Attributes:
         program: see `program`.
-        graph: of a call that needs no gradients; otherwise the halves of a joint graph, by activation memory budget
-            and layout.
+        graph: of a call that needs no gradients; otherwise what makes halves of a joint graph.
         dependence: see `RewrittenGraphs`.
-        layout: that the graphs are to have; None for the one that was traced.
     """
 
     program: str
-    graph: torch.fx.GraphModule | Callable[[float | None, NewLayout | None], Halves]
+    graph: torch.fx.GraphModule | Splits
     dependence: Dependence | None = None
-    layout: NewLayout | None = None
 
     def rewritten(
         self, pipeline: Callable[[StepPlan | None], Pipeline], make_plan: MakePlan | None = None
@@ -75,20 +81,26 @@ class Trace:
         with rewriting():
             plan = None if make_plan is None else make_plan(self.program, self._draft)
             if isinstance(self.graph, torch.fx.GraphModule):
-                copied = torch.fx.GraphModule(self.graph, copy.deepcopy(self.graph.graph))
-                return RewrittenGraphs.of(pipeline(plan).rewrite_inference(self._changed(copied)), plan=plan)
-            halves = self.graph(plan.activations if plan else None, self.layout).copies()
+                return RewrittenGraphs.of(pipeline(plan).rewrite_inference(_copy_of(self.graph)), plan=plan)
+            halves = self.graph.of(plan.activations if plan else None).copies()
             return RewrittenGraphs.of(*pipeline(plan).rewrite_halves(halves), plan, self.dependence)
 
     def _draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
         if isinstance(self.graph, torch.fx.GraphModule):
-            return RewrittenGraphs.of(pipeline.draft_inference(self._changed(DraftModule.of(self.graph))))
-        return RewrittenGraphs.of(*pipeline.draft_halves(self.graph(activations, self.layout).drafts()))
+            return RewrittenGraphs.of(pipeline.draft_inference(DraftModule.of(self.graph)))
+        return RewrittenGraphs.of(*pipeline.draft_halves(self.graph.of(activations).drafts()))
 
-    def _changed(self, gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        if self.layout is not None:
-            self.layout.change_graph(gm.graph)
-        return gm
+    def laid_out(self, layout: NewLayout, dependence: Dependence | None) -> Trace:
+        """As it would have been traced with another layout, by which `dependence` names parameters."""
+        if not isinstance(self.graph, torch.fx.GraphModule):
+            return dataclasses.replace(self, graph=self.graph.laid_out(layout), dependence=dependence)
+        copied = _copy_of(self.graph)
+        layout.change_graph(copied.graph)
+        return dataclasses.replace(self, graph=copied, dependence=dependence)
+
+
+def _copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    return torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
 
 
 class Traces:
@@ -127,7 +139,7 @@ def _laid_out(trace: Trace, traced: Sequence[Layout], layouts: Sequence[Layout])
             key if isinstance(key, int) else new_slot[key]: results for key, results in dependence.results_of.items()
         }
         dependence = dataclasses.replace(dependence, results_of=results_of)
-    return dataclasses.replace(trace, layout=new_layout, dependence=dependence)
+    return trace.laid_out(new_layout, dependence)
 
 
 def _slots(layouts: Sequence[Layout]) -> list[tuple[str, int]]:
