@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import ConfigError, rewrite
+from fsdp_compile.api import Rewriter
 from fsdp_compile.costs import HARDWARE, Link, predict
+from fsdp_compile.options import Options
 from fsdp_compile.passes import ops, outline_blocks
 from fsdp_compile.planning.step_plans import Goal
 from tests.passes.tracing import copy_of
@@ -92,6 +94,27 @@ def test_a_random_model_computes_what_it_does_unsharded(tree, is_double, world_s
     reduced = {name: sum(each[name] for each in gradients) / divisor for name in gradients[0]}
     for rank, of_rank in enumerate(found.gradients):
         compare_gradients(model, simulation, of_rank, reduced, rank % world_size[1])
+
+
+@settings(max_examples=NUM_EXAMPLES // 25)
+@given(
+    trees(),
+    st.lists(st.sampled_from(WORLD_SIZES), min_size=2, max_size=3, unique=True),
+    options(),
+    st.sampled_from([1.0, 0.5]),
+)
+def test_a_random_model_is_laid_out_for_other_ranks_as_it_is_traced_for_them(tree, world_sizes, options, activations):
+    model = RandomModel(tree)
+    inputs, given = model.inputs(2, 0), {"collective_lowering": "packed", "hardware": None, **options}
+    strategy = given.pop("sharding_strategy", ShardingStrategy.FULL_SHARD)
+    given.pop("memory_budget", None)  # for a rewriter, the memory of the hardware is the budget
+    rewriter = Rewriter(model, inputs, {}, Options(**given))
+    with torch._functorch.config.patch(activation_memory_budget=activations):
+        for world_size in world_sizes:
+            torch._dynamo.reset()
+            found = rewriter(world_size=world_size, sharding_strategy=strategy, hardware=given["hardware"])
+            own = rewrite(model, *inputs, world_size=world_size, sharding_strategy=strategy, **given)
+            assert str(found) == str(own)
 
 
 @settings(max_examples=NUM_EXAMPLES // 4)
