@@ -63,12 +63,16 @@ class Halves:
 
     def copies(self) -> Halves:
         """The same with graphs of its own."""
-        forward, backward = (torch.fx.GraphModule(gm, copy.deepcopy(gm.graph)) for gm in (self.forward, self.backward))
-        return dataclasses.replace(self, forward=forward, backward=backward)
+        return dataclasses.replace(self, forward=copy_of(self.forward), backward=copy_of(self.backward))
 
     def drafts(self) -> Halves:
         """The same with graphs of its own, which do not run."""
         return dataclasses.replace(self, forward=DraftModule.of(self.forward), backward=DraftModule.of(self.backward))
+
+
+def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same module around a copy of its graph."""
+    return torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
 
 
 class DraftModule(torch.fx.GraphModule):

@@ -13,7 +13,6 @@ runs through outline_blocks, on a copy.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -25,7 +24,7 @@ from .compute_early import ComputeEarly
 from .delay_reduce_scatter_wait import DelayReduceScatterWait
 from .end_lives import EndLives
 from .errors import PassError, VerifyError
-from .halves import Halves
+from .halves import Halves, copy_of
 from .insert_all_gather import InsertAllGather
 from .insert_free import InsertFree
 from .insert_reduce_scatter import InsertReduceScatter
@@ -155,7 +154,7 @@ class Pipeline:
     def _finish(self, name: str, steps: tuple[Pass, ...], gm: torch.fx.GraphModule, stage: Stage) -> Side:
         stage = self._run_all(name, steps, gm, stage)
         verify(gm, stage, freed=True)
-        scheduled = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        scheduled = copy_of(gm)
         self._run_all(name, self.lowering, gm, stage)
         gm.recompile()
         return Side(scheduled, gm)

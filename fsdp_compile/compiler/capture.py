@@ -28,7 +28,7 @@ from ..dependence import Paths
 from ..errors import CaptureError, ConfigError, PassError, RankError, VerifyError
 from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
-from ..passes.halves import DraftModule, Halves
+from ..passes.halves import Halves, copy_of
 from ..passes.new_layout import NewLayout
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
@@ -143,13 +143,11 @@ class Capture:
         return run
 
     def _rewrite_inference(self, gm: torch.fx.GraphModule) -> None:
-        def draft(pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
-            return RewrittenGraphs.of(pipeline.draft_inference(DraftModule.of(gm)))
-
         with rewriting():
+            traced = Trace(program("inference", gm.graph), gm)
             if self.on_trace is not None:
-                self.on_trace(Trace(program("inference", gm.graph), gm))
-            plan = None if self.plan is None else self.plan(program("inference", gm.graph), draft)
+                self.on_trace(traced)
+            plan = None if self.plan is None else self.plan(traced.program, traced.draft)
             self.on_graphs(RewrittenGraphs.of(self.pipeline(plan).rewrite_inference(gm), plan=plan))
 
     def _noting(
@@ -215,9 +213,6 @@ class _Splits:
     traced: _Splits | None = None
     found: dict[float | None, Halves] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.joint.graph.set_codegen(torch.fx.graph.CodeGen())  # that of trees as arguments warns when it is copied
-
     def laid_out(self, layout: NewLayout) -> _Splits:
         return dataclasses.replace(self, layout=layout, traced=self, found={})
 
@@ -231,15 +226,13 @@ class _Splits:
             return self.layout.change_halves(self.traced.of(None).copies())
         # What the partitioner chooses within a budget depends on the sizes of shards, too.
         setting = {} if activations is None else {"activation_memory_budget": activations}
-        copied = torch.fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
+        self.joint.graph.set_codegen(torch.fx.graph.CodeGen())  # that of trees as arguments warns when it is copied
+        copied = copy_of(self.joint)
         self.pipeline.merge(copied)
         if self.layout is not None:
             self.layout.change_graph(copied.graph)
         with torch._functorch.config.patch(setting):
             return Halves.of(copied, self.num_fwd_outputs, self.static_inputs)
-
-    def draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
-        return RewrittenGraphs.of(*pipeline.draft_halves(self.of(activations).drafts()))
 
 
 def activations_are_free() -> bool:
@@ -266,15 +259,15 @@ class Partitioner(CustomPartitionerFn):
         pipeline = self.capture.pipeline(None)
         if self.paths is not None:
             self.results.dependence = self.paths.dependence()
+        splits = _Splits(gm, pipeline, num_fwd_outputs, static_inputs)
+        traced = Trace(program("training", gm.graph), splits, self.results.dependence)
         if self.capture.on_trace is not None:
-            splits = _Splits(gm, pipeline, num_fwd_outputs, static_inputs)
             splits.of(None)  # by the settings of this compilation
-            self.capture.on_trace(Trace(program("training", gm.graph), splits, self.results.dependence))
+            self.capture.on_trace(traced)
         if self.capture.plan is None:
             plan, halves = None, pipeline.split(gm, num_fwd_outputs, static_inputs)
         else:
-            splits = _Splits(gm, pipeline, num_fwd_outputs, static_inputs)
-            plan = self.capture.plan(program("training", gm.graph), splits.draft)
+            plan = self.capture.plan(traced.program, traced.draft)
             halves = splits.of(plan.activations if plan else None)
         forward, backward = self.capture.pipeline(plan).rewrite_halves(halves)
         self.gradients += bucket_gradients(backward.scheduled.graph)

@@ -6,7 +6,6 @@ and in the sizes of shards (`passes/new_layout.py`).
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import json
@@ -20,7 +19,7 @@ from ..dependence import Dependence
 from ..graphs import Draft, RewrittenGraphs
 from ..layout.buckets import NO_AXIS, Layout
 from ..passes import ops
-from ..passes.halves import DraftModule, Halves
+from ..passes.halves import DraftModule, Halves, copy_of
 from ..passes.new_layout import NewLayout
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
@@ -79,13 +78,14 @@ class Trace:
     ) -> RewrittenGraphs:
         """The graphs that the pipeline makes of it, for the plan that is made of drafts."""
         with rewriting():
-            plan = None if make_plan is None else make_plan(self.program, self._draft)
+            plan = None if make_plan is None else make_plan(self.program, self.draft)
             if isinstance(self.graph, torch.fx.GraphModule):
-                return RewrittenGraphs.of(pipeline(plan).rewrite_inference(_copy_of(self.graph)), plan=plan)
+                return RewrittenGraphs.of(pipeline(plan).rewrite_inference(copy_of(self.graph)), plan=plan)
             halves = self.graph.of(plan.activations if plan else None).copies()
             return RewrittenGraphs.of(*pipeline(plan).rewrite_halves(halves), plan, self.dependence)
 
-    def _draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
+    def draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
+        """See `graphs.Draft`."""
         if isinstance(self.graph, torch.fx.GraphModule):
             return RewrittenGraphs.of(pipeline.draft_inference(DraftModule.of(self.graph)))
         return RewrittenGraphs.of(*pipeline.draft_halves(self.graph.of(activations).drafts()))
@@ -94,13 +94,9 @@ class Trace:
         """As it would have been traced with another layout, by which `dependence` names parameters."""
         if not isinstance(self.graph, torch.fx.GraphModule):
             return dataclasses.replace(self, graph=self.graph.laid_out(layout), dependence=dependence)
-        copied = _copy_of(self.graph)
+        copied = copy_of(self.graph)
         layout.change_graph(copied.graph)
         return dataclasses.replace(self, graph=copied, dependence=dependence)
-
-
-def _copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    return torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
 
 
 class Traces:

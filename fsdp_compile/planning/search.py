@@ -342,11 +342,9 @@ class _Search:
         """The room for what comes after the gather, if `unpacking` bytes more are in memory during its first use."""
         end, first = gather.end, self.first[gather.begin]
         last, beside = self.unpacked[end - 1] if gather.is_packed else first, 0
-        lows, before = _Lows(), self.num_bytes[gather.begin]
-        for step in range(first, last + 1):  # as `_unpacking`; most of the time of this method is spent here
-            beside = self.num_bytes[min(end, self.used[step])] - before if gather.is_packed else 0
-            if step == first:
-                beside += unpacking
+        lows = _Lows()
+        for step in range(first, last + 1):
+            beside = self._unpacking(gather, step) + (unpacking if step == first else 0)
             lows.add(step, self.room[step] - beside)
         # Gathers that end before `changed` have room during all of these steps, and could start earlier. The others
         # start in between, at a position that compute reaches after it has waited for this gather.

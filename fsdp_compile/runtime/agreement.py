@@ -80,7 +80,7 @@ def agreement_of(mesh: DeviceMesh | None) -> Agreement | None:
 
 def any_has_raised() -> bool:
     """Whether this rank has not come back to an agreement since it raised; cheap enough for every call of a model."""
-    return bool(_raised)
+    return bool(_not_back)
 
 
 class Agreement:
@@ -243,7 +243,7 @@ class Agreement:
         if self.failure is None and self._told is None:
             watch(self)
             self._told = Raised(self.rank, self.num_run, one_line(error)).to_json()
-            _raised.add(self)
+            _not_back.add(self)
             self._tell_if_nobody_else_does()
 
     def come_back(self) -> None:
@@ -257,7 +257,7 @@ class Agreement:
             with self._telling:
                 is_what_others_see = self._keys.peek("raised") == self._told
                 self._told = None
-                _raised.discard(self)
+                _not_back.discard(self)
                 if is_what_others_see:
                     self._keys.delete("raised")
                     self._keys.add_news()  # who has raised as well takes the place
@@ -410,7 +410,7 @@ def _absent_text(absent: Sequence[int], rank: int) -> str:
     return f"{have} not come to where rank {rank} is"
 
 
-_raised: weakref.WeakSet[Agreement] = weakref.WeakSet()
+_not_back: weakref.WeakSet[Agreement] = weakref.WeakSet()
 """Those that this rank has told what it raised, and not come back to since."""
 
 _agreements: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Agreement]] = weakref.WeakKeyDictionary()
