@@ -377,7 +377,7 @@ def rewrite_for(
     pipeline, plan = partial(pipeline_of, *open_options), None
     if schedule.hardware is not None:
         goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
-        plan = Planner(leeway_of(*open_options), goal, {}, _alone).plan
+        plan = Planner(leeway_of(*open_options), goal).plan
 
     def call() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         reading = reading_copy(model, layouts, device)
@@ -393,10 +393,6 @@ def rewrite_for(
             return (Traces() if traces is None else traces).of(layouts, traced).rewritten(pipeline, plan)
         with untouched(device):
             return generate(*call(), pipeline, plan, before_compiling)
-
-
-def _alone(unplanned: RewrittenGraphs, make: Callable[[], str]) -> str:
-    return make()
 
 
 def _axes_of_size(world_size: object, strategy: ShardingStrategy) -> Axes:

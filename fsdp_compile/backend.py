@@ -13,20 +13,23 @@ import torch.fx
 import torch.nn as nn
 
 from .compiler.capture import Capture, compile_module, inductor_options
+from .compiler.kept_calls import Keep, KeptCall
 from .compiler.options import CompileConfig
-from .compiler.statements import groups_of, places_of_graphs, statement_of_graphs
+from .compiler.statements import Said
+from .dependence import Dependence
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
 from .module.reading import is_reading
 from .module.sharding import Sharding, sharding_of
 from .passes.pipeline import Pipeline
+from .passes.plan import StepPlan
+from .planning.step_plans import Planner
 from .runtime import copies, kernels  # noqa: F401  these register the kernels of operators
 from .runtime.agreement import Agreement
 from .runtime.backward import CompiledBackward
-from .runtime.comparison import Line
+from .runtime.comparison import Statement
 from .runtime.flat_shard import FlatShard, Shards
 from .runtime.modules import not_captured
-from .runtime.places import Place
 
 Compiled = Callable[..., Any]
 
@@ -125,17 +128,57 @@ def compile_graph(
     backward = CompiledBackward([weakref.ref[Shards](found) for found in shardings], shards_of_bucket, others)
 
     def on_graphs(graphs: RewrittenGraphs) -> None:
-        backward.dependence = graphs.dependence
-        agreed.compare(graphs)
-        for sharding in filter(None, [reference() for reference in references]):
-            sharding.graphs.append(graphs)
+        begin(Said.of(graphs), graphs.dependence, lambda: graphs)
 
-    pipeline, plan = _common_pipeline(shardings, config)
+    def on_found(call: KeptCall) -> None:
+        begin(call.facts.said, call.dependence, lambda: call.graphs)
+
+    def begin(said: Said, dependence: Dependence | None, read: Callable[[], RewrittenGraphs]) -> None:
+        backward.dependence = dependence
+        agreed.compare(said)
+        for sharding in filter(None, [reference() for reference in references]):
+            sharding.made.append(read)
+
+    pipeline, planner = _common_pipeline(shardings, config)
     generates_code = config.backend == "inductor"
     capture = Capture(
-        pipeline, plan, on_graphs, backward.begin, agreed.running, generates_code, dict(config.options or {})
+        pipeline,
+        planner.plan if planner else None,
+        on_graphs,
+        backward.begin,
+        agreed.running,
+        generates_code,
+        dict(config.options or {}),
+        keep=_keep(shardings, planner, on_found),
     )
     return capture.compile(gm, example_inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What is kept of a call for the next start.
+
+    Attributes:
+        undecided: what ranks compare before the first decides on the plan.
+    """
+
+    said: Said
+    undecided: Statement
+    plan: StepPlan | None
+
+
+def _keep(shardings: list[Sharding], planner: Planner | None, on_found: Callable[[KeptCall], None]) -> Keep | None:
+    """How calls are kept; None where passes of the user's own rewrite them, which may be others the next time."""
+    if any(sharding.schedule.passes for sharding in shardings):
+        return None
+
+    def facts(graphs: RewrittenGraphs, program: str) -> _Facts:
+        return _Facts(Said.of(graphs), planner.undecided[program] if planner else [], graphs.plan)
+
+    def takes(call: KeptCall) -> bool:
+        return planner is None or planner.takes(call.program, call.facts.undecided, call.facts.plan)
+
+    return Keep(str(planner.conditions if planner else None), facts, takes, on_found)
 
 
 def _refuse_newcomers(shardings: list[Sharding]) -> None:
@@ -150,22 +193,22 @@ class _Agreed:
     """A graph, between the ranks of the models whose parameters it reads."""
 
     agreements: list[Agreement]
-    statement: list[Line] = dataclasses.field(default_factory=list)
-    places: dict[str, Place] = dataclasses.field(default_factory=dict)
+    said: Said = dataclasses.field(default_factory=Said)
 
-    def compare(self, graphs: RewrittenGraphs) -> None:
-        """Once it is rewritten; RankError if another rank's has other collectives."""
-        self.statement, self.places = statement_of_graphs(graphs), places_of_graphs(graphs)
-        for agreement in self.agreements if self.statement else ():
-            agreement.agree_on_graph(self.statement, groups_of(graphs))
+    def compare(self, said: Said) -> None:
+        """Once it is rewritten, or found; RankError if another rank's has other collectives."""
+        self.said = said
+        for agreement in self.agreements if said.statement else ():
+            agreement.agree_on_graph(said.statement, said.groups)
 
     @contextmanager
     def running(self, is_forward: bool) -> Iterator[None]:
         """While it runs, or its backward does."""
-        place = self.places.get("forward" if is_forward else "backward")
+        place = self.said.places.get("forward" if is_forward else "backward")
+        statement = self.said.statement
         with ExitStack() as stack:
-            for agreement in self.agreements if self.statement else ():
-                stack.enter_context(agreement.running(self.statement if is_forward else (), place))
+            for agreement in self.agreements if statement else ():
+                stack.enter_context(agreement.running(statement if is_forward else (), place))
             yield
 
 
@@ -177,8 +220,8 @@ def _shardings(example_inputs: Sequence[Any]) -> list[Sharding]:
     return list(dict.fromkeys(found))
 
 
-def _common_pipeline(shardings: list[Sharding], config: CompileConfig) -> tuple[Any, Any]:
-    """What `Capture` takes as `pipeline` and as `plan`."""
+def _common_pipeline(shardings: list[Sharding], config: CompileConfig) -> tuple[Any, Planner | None]:
+    """What `Capture` takes as `pipeline`, and what makes plans."""
     if not shardings:
         return (lambda plan: Pipeline.of()), None
     first, *others = shardings
@@ -191,7 +234,7 @@ def _common_pipeline(shardings: list[Sharding], config: CompileConfig) -> tuple[
             "hardware and memory_budget plan for one model, and several are compiled into one graph: shard the module "
             "that holds them"
         )
-    return first.pipeline(), planner.plan if planner else None
+    return first.pipeline(), planner
 
 
 def _refuse(*_: Any) -> Any:

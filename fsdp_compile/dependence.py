@@ -46,10 +46,14 @@ class Dependence:
 
 
 class Paths:
-    """The nodes of autograd at the inputs and at the results of a graph that is traced."""
+    """The nodes of autograd at the inputs and at the results of a graph that is traced.
+
+    Attributes:
+        leaves: which inputs nothing has computed.
+    """
 
     def __init__(self, leaves: Sequence[bool]) -> None:
-        self._leaves = leaves
+        self.leaves = leaves
         self._inputs: list[Node | None] = []
         self._results: list[Node | None] = []
 
@@ -81,7 +85,7 @@ class Paths:
             if given is not None and given in results_of_node:
                 results_of[index] = results_of_node[given]
         self._inputs, self._results = [], []
-        passed_on = [key for key in results_of if isinstance(key, int) and not self._leaves[key]]
+        passed_on = [key for key in results_of if isinstance(key, int) and not self.leaves[key]]
         return Dependence(results_of, frozenset(passed_on))
 
     def _note_inputs(self, *inputs: Any) -> None:
@@ -108,6 +112,9 @@ class _Noting(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Noting:
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (type(self).__name__,)  # in the key of AOTAutograd's cache
 
 
 def _needs_gradient(value: Any) -> bool:

@@ -13,6 +13,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +34,7 @@ from ..passes.new_layout import NewLayout
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
+from ..runtime.autograd_cache import finding, keeps_calls, make_known
 from ..runtime.backward import BucketGradient
 from ..runtime.below_autograd import below_autograd
 from ..runtime.compilations import Compilations
@@ -43,6 +45,7 @@ from ..runtime.joined_kernels import joined_kernels
 from ..runtime.kernels import capturing
 from ..runtime.modules import not_captured
 from ..runtime.outlined_blocks import outlined, own_memory
+from .kept_calls import Keep, KeptCall
 from .traces import MakePlan, Trace, program, rewriting
 from .writes import refuse_writes, sharded_inputs
 
@@ -89,6 +92,7 @@ class Capture:
         generates_code: whether Inductor compiles the graphs, or they run as they are.
         options: Inductor's, by name.
         on_trace: ends the compilation, with what was traced, before that is rewritten.
+        keep: how compiled calls are kept for the next start; None: they are not.
     """
 
     pipeline: Callable[[StepPlan | None], Pipeline]
@@ -99,6 +103,7 @@ class Capture:
     generates_code: bool = True
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     on_trace: Callable[[Trace], NoReturn] | None = None
+    keep: Keep | None = None
 
     def compile(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The compiled form of a graph from Dynamo.
@@ -108,30 +113,7 @@ class Capture:
         """
         refuse_writes(gm.graph, sharded_inputs(gm.graph, example_inputs))
         results = Results()
-        partitioner = Partitioner(self, results, Paths.note(gm, example_inputs))
-
-        def inner_compile(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            if kwargs.get("is_inference"):
-                self._rewrite_inference(graph)
-            if (static := kwargs.get("static_input_idxs")) is not None:
-                kwargs["static_input_idxs"] = partitioner.static(graph, static)
-            with uncollected(), fast_matmuls(), whole_copies(), few_casts(), own_memory(), joined_kernels():
-                compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph, inputs)
-            compiled = below_autograd(compiled)
-            return self._noting(compiled, graph, partitioner) if kwargs.get("is_backward") else compiled
-
-        patches = {"custom_partitioner_fn": partitioner, **self.options}
-        if _reads_shards(gm):
-            patches |= _KEEP_SCHEDULE
-        decompositions: dict[Any, Any] | None = None  # Inductor's
-        if not self.generates_code:
-            patches, decompositions = {**_AS_EAGER, **patches}, {}
-        # A hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`.
-        not_cached = torch._functorch.config.patch(enable_autograd_cache=False)
-        with uncollected(), not_cached, capturing(), phase("tracing"):
-            compiled: Any = compile_fx(
-                gm, example_inputs, inner_compile=inner_compile, config_patches=patches, decompositions=decompositions
-            )
+        compiled = self._compiled(gm, example_inputs, results)
 
         def run(*arguments: Any) -> Any:
             before = results.nodes_of(arguments)
@@ -142,18 +124,57 @@ class Capture:
 
         return run
 
-    def _rewrite_inference(self, gm: torch.fx.GraphModule) -> None:
-        with rewriting():
-            traced = Trace(program("inference", gm.graph), gm)
-            if self.on_trace is not None:
-                self.on_trace(traced)
-            plan = None if self.plan is None else self.plan(traced.program, traced.draft)
-            self.on_graphs(RewrittenGraphs.of(self.pipeline(plan).rewrite_inference(gm), plan=plan))
-
-    def _noting(
-        self, compiled: Callable[..., Any], graph: torch.fx.GraphModule, partitioner: Partitioner
+    def _compiled(
+        self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], results: Results
     ) -> Callable[..., Any]:
-        names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        paths, reads_shards = Paths.note(gm, example_inputs), _reads_shards(gm)
+        keep = self.keep if self.generates_code and reads_shards and keeps_calls() else None
+        partitioner = Partitioner(self, results, paths, keep)
+        patches = {"custom_partitioner_fn": partitioner, **self.options, **(_KEEP_SCHEDULE if reads_shards else {})}
+        decompositions: dict[Any, Any] | None = None  # Inductor's
+        if not self.generates_code:
+            patches, decompositions = {**_AS_EAGER, **patches}, {}
+        if keep is not None:
+            conditions = f"{partitioner.uuid()} {keep.conditions} {None if paths is None else paths.leaves}"
+            kept = finding(conditions, partitioner.takes, partial(self._wrapped, partitioner))
+        else:  # a hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`
+            kept = torch._functorch.config.patch(enable_autograd_cache=False)
+        with kept, uncollected(), capturing(), phase("tracing") as tracing:
+            compiled: Any = compile_fx(
+                gm,
+                example_inputs,
+                inner_compile=partial(self._inner_compile, partitioner),
+                config_patches=patches,
+                decompositions=decompositions,
+            )
+            if partitioner.found is not None:
+                tracing.remark = " (compiled by an earlier start)"
+        if keep is not None and partitioner.found is not None:
+            keep.on_found(partitioner.found)
+        return compiled  # type: ignore[no-any-return]
+
+    def _inner_compile(
+        self, partitioner: Partitioner, graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        if kwargs.get("is_inference"):
+            partitioner.rewrite_inference(graph)
+        if (static := kwargs.get("static_input_idxs")) is not None:
+            kwargs["static_input_idxs"] = partitioner.static(graph, static)
+        with uncollected(), fast_matmuls(), whole_copies(), few_casts(), own_memory(), joined_kernels():
+            compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph, inputs)
+        if kwargs.get("is_backward"):
+            partitioner.note_arguments(graph)
+        run = self._wrapped(partitioner, compiled, bool(kwargs.get("is_backward")))
+        if partitioner.file is not None:
+            make_known(run, compiled, partitioner.file)
+        return run
+
+    def _wrapped(self, partitioner: Partitioner, compiled: Any, is_backward: bool) -> Callable[..., Any]:
+        run = below_autograd(compiled)
+        return self._noting(run, partitioner) if is_backward else run
+
+    def _noting(self, compiled: Callable[..., Any], partitioner: Partitioner) -> Callable[..., Any]:
+        names = partitioner.arguments
 
         def run(arguments: list[Any]) -> Any:
             value_of_name = dict(zip(names, arguments, strict=True))
@@ -241,17 +262,61 @@ def activations_are_free() -> bool:
 
 
 class Partitioner(CustomPartitionerFn):
-    """Where Inductor asks for a partition of the joint graph, the pipeline runs."""
+    """Where Inductor asks for a partition of the joint graph, the pipeline runs.
 
-    def __init__(self, capture: Capture, results: Results, paths: Paths | None) -> None:
-        self.capture, self.results, self.paths = capture, results, paths
+    Attributes:
+        keep: how the call is kept, and looked up; None: it is not.
+        arguments: the names of what the backward takes.
+        found: what an earlier start has kept of the call, if it is this one.
+        file: what this start has kept of it.
+    """
+
+    def __init__(self, capture: Capture, results: Results, paths: Paths | None, keep: Keep | None) -> None:
+        self.capture, self.results, self.paths, self.keep = capture, results, paths, keep
         self.gradients: list[BucketGradient] = []
+        self.arguments: Sequence[str] = ()
+        self.found: KeptCall | None = None
+        self.file: str | None = None
+
+    def takes(self, data: bytes) -> bool:
+        """Whether the call that was kept with this file is the one to run: then there is nothing to rewrite."""
+        call = KeptCall.of(data)
+        if self.keep is None or not self.keep.takes(call):
+            return False
+        self.found, self.gradients, self.arguments = call, list(call.gradients), call.arguments
+        self.results.dependence = call.dependence
+        return True
+
+    def note_arguments(self, backward: torch.fx.GraphModule) -> None:
+        names = _input_names(backward)
+        if names != self.arguments:  # AOTAutograd has changed them since, and what was kept is of no use
+            self.arguments, self.file = names, None
 
     def __call__(
         self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        with rewriting():
+        with self._rewriting():
             return self._rewritten(gm, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices") or ())
+
+    @contextmanager
+    def _rewriting(self) -> Iterator[None]:
+        """What is rewritten was not found, or without its code."""
+        if self.found is not None:
+            self.found, self.gradients, self.results.dependence = None, [], None
+        with rewriting():
+            yield
+
+    def rewrite_inference(self, gm: torch.fx.GraphModule) -> None:
+        """Run the pipeline on the graph of a call that needs no gradients."""
+        capture = self.capture
+        with self._rewriting():
+            traced = Trace(program("inference", gm.graph), gm)
+            if capture.on_trace is not None:
+                capture.on_trace(traced)
+            plan = None if capture.plan is None else capture.plan(traced.program, traced.draft)
+            graphs = RewrittenGraphs.of(capture.pipeline(plan).rewrite_inference(gm), plan=plan)
+            capture.on_graphs(graphs)
+            self._write(graphs, traced.program)
 
     def _rewritten(
         self, gm: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
@@ -271,15 +336,25 @@ class Partitioner(CustomPartitionerFn):
             halves = splits.of(plan.activations if plan else None)
         forward, backward = self.capture.pipeline(plan).rewrite_halves(halves)
         self.gradients += bucket_gradients(backward.scheduled.graph)
-        self.capture.on_graphs(RewrittenGraphs.of(forward, backward, plan, self.results.dependence))
+        self.arguments = _input_names(backward.lowered)
+        graphs = RewrittenGraphs.of(forward, backward, plan, self.results.dependence)
+        self.capture.on_graphs(graphs)
+        self._write(graphs, traced.program)
+        if self.file is not None:  # AOTAutograd empties the notes of a backward's nodes when it makes an entry
+            return forward.lowered, copy_of(backward.lowered)
         return forward.lowered, backward.lowered
+
+    def _write(self, graphs: RewrittenGraphs, program: str) -> None:
+        self.file = None
+        if self.keep is not None:  # of a call with several joint graphs, none is kept
+            self.file, self.keep = self.keep.write(graphs, program, self.gradients, self.arguments), None
 
     def static(self, half: torch.fx.GraphModule, indices: Sequence[int]) -> list[int]:
         """Which inputs of a half are at the same address whenever it runs, of those that Inductor takes for such.
 
         It takes all parameters; those that hold gradients that were kept are new in each step.
         """
-        names = [node.name for node in half.graph.nodes if node.op == "placeholder"]
+        names = _input_names(half)
         kept = {gradient.accumulated for gradient in self.gradients}
         return [index for index in indices if names[index] not in kept]
 
@@ -289,6 +364,10 @@ class Partitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.uuid(),)  # the key of that cache also pickles us, as a part of Inductor's configuration
+
+
+def _input_names(gm: torch.fx.GraphModule) -> list[str]:
+    return [node.name for node in analysis.inputs(gm.graph)]
 
 
 def bucket_gradients(backward: torch.fx.Graph) -> list[BucketGradient]:

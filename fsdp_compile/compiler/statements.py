@@ -6,6 +6,7 @@ computed with them.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -24,6 +25,26 @@ _SHOWN = 6  # units that a place names
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What ranks compare of a graph.
+
+    Attributes:
+        statement: what is the same on all of them.
+        places: by the title of a side that has collectives, what ranks have to come to together.
+        groups: the names of the process groups of its collectives.
+    """
+
+    statement: list[Line] = dataclasses.field(default_factory=list)
+    places: dict[str, Place] = dataclasses.field(default_factory=dict)
+    groups: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, graphs: RewrittenGraphs) -> Said:
+        statement = statement_of_graphs(graphs)
+        return cls(statement, _places(graphs, statement), frozenset(_groups_of(graphs)))
+
+
 def statement_of_graphs(graphs: RewrittenGraphs) -> list[Line]:
     """Whether a call has a backward, the collectives of both, and whose gradients; empty without collectives."""
     collectives = [line for side in graphs.sides for line in _collectives(side)] + _asked(graphs)
@@ -32,9 +53,8 @@ def statement_of_graphs(graphs: RewrittenGraphs) -> list[Line]:
     return [Line(call), *collectives] if collectives else []
 
 
-def places_of_graphs(graphs: RewrittenGraphs) -> dict[str, Place]:
-    """By its title, what ranks have to come to together: each side that has collectives."""
-    same = [line.text for line in statement_of_graphs(graphs)]
+def _places(graphs: RewrittenGraphs, statement: list[Line]) -> dict[str, Place]:
+    same = [line.text for line in statement]
     read = _units(graphs.forward) or _units(graphs.sides[-1])
     places = {}
     for side in graphs.sides:
@@ -56,8 +76,7 @@ def _shortened(names: list[str]) -> str:
     return ", ".join(names if len(names) <= _SHOWN else [*names[: _SHOWN - 1], "...", names[-1]])
 
 
-def groups_of(graphs: RewrittenGraphs) -> set[str]:
-    """The names of the process groups of their collectives."""
+def _groups_of(graphs: RewrittenGraphs) -> set[str]:
     return {group for side in graphs.sides for group in _groups(side)}
 
 

@@ -172,7 +172,7 @@ class ShardedModule(Reshards):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding = self._fsdp_sharding
         sharding.come_back()
-        if not torch.compiler.is_compiling() and not sharding.graphs:
+        if not torch.compiler.is_compiling() and not sharding.made:
             checkpoint_in_forward(self)  # type: ignore[arg-type]  # added since it was sharded, before it is compiled
         try:
             return sharding.running.run(self, super().__call__, args, kwargs, is_step=True)  # type: ignore[misc,arg-type]
@@ -217,7 +217,7 @@ class ShardedModule(Reshards):
         sharding.reshard()
         self._refuse_if_together("copy")
         memo |= {id(mesh): mesh for mesh in (sharding.mesh, sharding.inner)}
-        memo |= {id(sharding.graphs): [], id(sharding.compilations): Compilations()}
+        memo |= {id(sharding.made): [], id(sharding.compilations): Compilations()}
         memo |= {id(sharding.watched): set(), id(sharding.looked): weakref.WeakKeyDictionary()}
         memo |= {id(sharding.owns): [], id(sharding.schedules): [], id(sharding.post_optim_event): None}
         copies = [shard.copy_into(memo) for shard in sharding.shards]
@@ -335,7 +335,7 @@ class ShardedMethods(nn.Module):
         )
         if html is None and schedule is None and measured is None:
             return explanation
-        if not sharding.graphs:
+        if not sharding.made:
             raise ConfigError("nothing was compiled so far: call the model once")
         planned = [Schedule.of(prediction) for prediction in explanation.predictions]
         if not planned:

@@ -21,6 +21,7 @@ from ..passes.plan import StepPlan
 from ..planning.options import ScheduleConfig
 from ..planning.step_plans import Goal, Leeway, Planner
 from ..runtime.agreement import any_has_raised
+from ..runtime.comparison import Statement
 from ..runtime.compilations import Compilations
 from ..runtime.flat_shard import Shards
 from ..runtime.gradients import reduce_leftovers, watch_whole
@@ -56,7 +57,8 @@ class Sharding(Shards):
         together: the modules that were sharded as one unit, by a list; empty for a model.
         parts: for every number of ranks that a unit is resharded over after the forward, this rank's place among them.
         keeps_gradients: whether the next forwards' gradients are kept, to be reduced later.
-        plans: what was planned, by program; see `step_plans.Planner`.
+        made: what reads the graphs compiled so far, one for each.
+        plans, undecided: what was planned, by program; see `step_plans.Planner`.
         compilations: graph breaks and recompilations, if it was compiled by `fsdp_compile`.
         compile: how the model was compiled, if it was.
         reason: why its strategy was chosen; None if the user said which.
@@ -75,8 +77,9 @@ class Sharding(Shards):
     parts: dict[int, metadata.Part] = dataclasses.field(default_factory=dict)
     running: Running = dataclasses.field(default_factory=Running)
     keeps_gradients: bool = False
-    graphs: list[RewrittenGraphs] = dataclasses.field(default_factory=list)
+    made: list[Callable[[], RewrittenGraphs]] = dataclasses.field(default_factory=list)
     plans: dict[str, StepPlan | None] = dataclasses.field(default_factory=dict)
+    undecided: dict[str, Statement] = dataclasses.field(default_factory=dict)
     compilations: Compilations = dataclasses.field(default_factory=Compilations)
     compile: Compiler | None = None
     reason: str | None = None
@@ -90,6 +93,11 @@ class Sharding(Shards):
     def __post_init__(self) -> None:
         self.running.prepare = self.prepare
         registrations()
+
+    @property
+    def graphs(self) -> list[RewrittenGraphs]:
+        """Those compiled so far; what an earlier start has compiled is read when one looks at it."""
+        return [read() for read in self.made]
 
     def pipeline(self) -> Callable[[StepPlan | None], Pipeline]:
         """The passes that this model's graphs run through, for a plan or None. It does not keep the model alive."""
@@ -109,12 +117,10 @@ class Sharding(Shards):
 
         agreement = self.agreement
 
-        def decide(unplanned: RewrittenGraphs, make: Callable[[], str]) -> str:
-            if agreement is None:
-                return make()
-            return agreement.decided_by_first(statement_of_graphs(unplanned), make)
+        def decide(statement: Statement, make: Callable[[], str]) -> str:
+            return make() if agreement is None else agreement.decided_by_first(statement, make)
 
-        return Planner(leeway, goal, self.plans, decide, keeps=True)
+        return Planner(leeway, goal, self.plans, statement_of_graphs, decide, self.undecided, keeps=True)
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks what a call raised on this one; RuntimeError if they cannot be told."""
@@ -150,6 +156,7 @@ class Sharding(Shards):
             self.schedules.append(schedule)
         self.schedule = schedule
         self.plans.clear()
+        self.undecided.clear()
         index = self.schedules.index(schedule)
         for shard in self.shards:
             number, *_ = shard.key.split(" ")
@@ -175,7 +182,7 @@ class Sharding(Shards):
             self.post_optim_event.wait()
             self.post_optim_event = None
         # Without graphs each time: eager code takes most of a step. With them, when something was registered anywhere.
-        if torch.is_grad_enabled() and not (self.graphs and self.looked.get(module) == registrations().count):
+        if torch.is_grad_enabled() and not (self.made and self.looked.get(module) == registrations().count):
             self.refuse_newcomers(module)
         self.is_finishing = self.is_checking = False
         self.check()

@@ -23,6 +23,7 @@ from ..passes import ops
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
+from ..runtime.comparison import Statement
 from .chains_of_graphs import SAME, Estimate, StepChains
 from .kept_plans import keep_plan, kept_plan, name_of
 
@@ -236,15 +237,25 @@ class Planner:
 
     Attributes:
         plans: those made so far, by program; None for what needs no plan.
-        decide: (the graphs without a plan, what to do) to what the first rank's doing of it returned.
+        statement: what ranks compare of the graphs without a plan, before the first decides for them.
+        decide: (that statement, what to do) to what the first rank's doing of it returned.
+        undecided: the statements of the programs that were planned so far.
         keeps: whether plans are kept for the next start, and taken from the last.
     """
 
     leeway: Leeway
     goal: Goal
-    plans: dict[str, StepPlan | None]
-    decide: Callable[[RewrittenGraphs, Callable[[], str]], str]
+    plans: dict[str, StepPlan | None] = dataclasses.field(default_factory=dict)
+    statement: Callable[[RewrittenGraphs], Statement] = lambda unplanned: ()
+    decide: Callable[[Statement, Callable[[], str]], str] = lambda statement, make: make()
+    undecided: dict[str, Statement] = dataclasses.field(default_factory=dict)
     keeps: bool = False
+
+    @property
+    def conditions(self) -> tuple[object, ...]:
+        """What plans follow from besides the graphs; its text says all of it."""
+        leeway = self.leeway
+        return self.goal, leeway.base, leeway.pipeline(None), leeway.forms, leeway.fixed, leeway.activations
 
     def plan(self, program: str, draft: Draft) -> StepPlan | None:
         """The plan of a program, which is the parameters that it reads in order, and whether it has a backward.
@@ -254,8 +265,7 @@ class Planner:
         """
         if program not in self.plans:
             unplanned = draft(self.leeway.pipeline(None), None)
-            made = self.decide(unplanned, lambda: self._made(draft, unplanned))
-            self.plans[program] = StepPlan.from_json(made) if made else None
+            self._decide(program, self.statement(unplanned), lambda: self._made(draft, unplanned))
         plan = self.plans[program]
         if self.goal.memory_budget is not None:
             found = _Program(draft, self.leeway, self.goal, self.goal.limit).found(plan)
@@ -263,19 +273,35 @@ class Planner:
                 raise ConfigError(_what_is_missing(found, self.goal))
         return plan
 
+    def takes(self, program: str, undecided: Statement, plan: StepPlan | None) -> bool:
+        """Whether a plan that an earlier start has made for a call of this program is the one that ranks follow.
+
+        What is not planned yet is decided as in `plan`: other ranks may come from there.
+        """
+        if program not in self.plans:
+            self._decide(program, undecided, lambda: _text_of(plan))
+        return self.plans[program] == plan
+
+    def _decide(self, program: str, undecided: Statement, make: Callable[[], str]) -> None:
+        made = self.decide(undecided, make)
+        self.plans[program] = StepPlan.from_json(made) if made else None
+        self.undecided[program] = undecided
+
     def _made(self, draft: Draft, unplanned: RewrittenGraphs) -> str:
-        leeway = self.leeway
-        conditions = self.goal, leeway.base, leeway.pipeline(None), leeway.forms, leeway.fixed, leeway.activations
         with phase("planning") as planning:
-            name = name_of(unplanned, *conditions) if self.keeps else None
+            name = name_of(unplanned, *self.conditions) if self.keeps else None
             is_kept, plan = (False, None) if name is None else kept_plan(name)
             if is_kept:
                 planning.remark = " (from the cache)"
             else:
-                plan = find_plan(draft, leeway, self.goal, unplanned).plan
+                plan = find_plan(draft, self.leeway, self.goal, unplanned).plan
                 if name is not None:
                     keep_plan(name, plan)
-        return plan.to_json() if plan else ""
+        return _text_of(plan)
+
+
+def _text_of(plan: StepPlan | None) -> str:
+    return plan.to_json() if plan else ""
 
 
 def _what_is_missing(found: Found, goal: Goal) -> str:

@@ -1,0 +1,154 @@
+"""Compiled calls in torch's cache of what AOTAutograd makes, each with what we keep beside it.
+
+A start that finds a call there neither traces nor rewrites it. Torch's entry names the code of forward and backward in
+Inductor's cache, and a file of ours by the digest of its content. Entries and files are pickles, so code, and are read
+only where nobody else can write.
+
+Private torch API, as of torch 2.13: how entries are keyed, looked up, read and made. Where torch has not what is used
+of it here, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch._functorch.config
+from torch._functorch._aot_autograd import autograd_cache
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch._inductor import config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from .joined_kernels import joined_kernels
+
+try:
+    from torch._functorch._aot_autograd.aot_autograd_result import FxGraphCacheLoadable
+except ImportError:  # before torch 2.13
+    FxGraphCacheLoadable = None  # type: ignore[assignment,misc]
+
+Compiled = Callable[[list[Any]], Any]
+
+_FILE = "file of fsdp_compile: "  # begins the line of an entry that names it
+_OTHERS_WRITE = 0o022  # in the mode of a file
+
+
+def keeps_calls() -> bool:
+    """Whether what AOTAutograd makes is kept here, and found again."""
+    is_known = FxGraphCacheLoadable is not None and hasattr(autograd_cache, "autograd_cache_key")
+    is_kept = torch._functorch.config.enable_autograd_cache and config.fx_graph_cache
+    is_bundled = torch._functorch.config.bundled_autograd_cache
+    return is_known and is_kept and not is_bundled and not config.force_disable_caches and os.name == "posix"
+
+
+@contextmanager
+def finding(conditions: str, takes: Callable[[bytes], bool], wrap: Callable[[Compiled, bool], Any]) -> Iterator[None]:
+    """Inside, AOTAutograd finds calls that were kept, and makes an entry of one that was not.
+
+    Args:
+        conditions: what the compiled call follows from, besides what torch knows of.
+        takes: whether what was kept beside a call says that it is the one; what this raises ends the compilation.
+        wrap: what is done to the code of a forward, or (True) of a backward.
+    """
+    key_of, lookup, load, post_compile = (
+        autograd_cache.autograd_cache_key,
+        AOTAutogradCache._lookup,
+        FxGraphCacheLoadable.load,
+        FxGraphCacheLoadable.post_compile,
+    )
+
+    def with_conditions(*args: Any, **kwargs: Any) -> tuple[str, list[str]]:
+        key, lines = key_of(*args, **kwargs)
+        return f"a{hashlib.sha256(f'{key} {conditions}'.encode()).hexdigest()}", lines
+
+    def if_taken(key: str, local: bool, remote: bool, *args: Any, **kwargs: Any) -> Any:
+        if not _is_ours(Path(AOTAutogradCache._get_tmp_dir_for_key(key))):
+            return None
+        found = lookup(key, local, False, *args, **kwargs)
+        data = None if found is None else _beside(found[0])
+        try:
+            return found if data is not None and takes(data) else None
+        except Exception as e:
+            raise _PastTorch(e) from None
+
+    @functools.wraps(load)
+    def load_joined(self: Any, *args: Any) -> Any:
+        with joined_kernels():
+            return load(self, *args)
+
+    @functools.wraps(post_compile)
+    def wrapped(self: Any, *args: Any) -> Any:
+        return wrap(post_compile(self, *args), self._is_backward())
+
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(autograd_cache, "autograd_cache_key", with_conditions))
+        patched.enter_context(patch.object(AOTAutogradCache, "_lookup", staticmethod(if_taken)))
+        patched.enter_context(patch.object(FxGraphCacheLoadable, "load", load_joined))
+        patched.enter_context(patch.object(FxGraphCacheLoadable, "post_compile", wrapped))
+        try:
+            yield
+        except _PastTorch as e:
+            raise e.error from None
+
+
+class _PastTorch(BaseException):
+    """Carries an error through torch's cache, which would go on after any `Exception`."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def make_known(run: Any, compiled: Any, file: str | None) -> None:
+    """Let torch make an entry of `run`, which runs code that Inductor has compiled; `keep_beside` returned `file`."""
+    if (key := getattr(compiled, "_fx_graph_cache_key", None)) is not None:
+        run._fx_graph_cache_key = key
+        run._fx_graph_cache_debug_lines = [] if file is None else [f"{_FILE}{file}"]
+        run.guards_expr = getattr(compiled, "guards_expr", None)
+
+
+def keep_beside(data: bytes) -> str | None:
+    """Write a file to be kept beside a call; its name. None where it cannot be written."""
+    name = hashlib.sha256(data).hexdigest()
+    path = _folder() / name
+    with suppress(OSError):
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+                made = Path(scratch) / name
+                made.write_bytes(data)
+                made.replace(path)
+        return name
+    return None
+
+
+def _beside(entry: Any) -> bytes | None:
+    """What was kept beside the call of an entry; None where it cannot be trusted, or is another."""
+    lines = entry.compiled_fw.fx_graph_cache_info[1]
+    names = [line.removeprefix(_FILE) for line in lines if line.startswith(_FILE)]
+    if not names or not _is_ours(_folder() / names[0]):
+        return None
+    with suppress(OSError):
+        data = (_folder() / names[0]).read_bytes()
+        return data if hashlib.sha256(data).hexdigest() == names[0] else None
+    return None
+
+
+def _folder() -> Path:
+    return Path(cache_dir()) / "fsdp_compile"
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this file or folder, what is in it, and the folders that lead to it are this user's alone to write."""
+    try:
+        inside = list(path.iterdir()) if path.is_dir() else []
+        above = [parent for parent in path.parents if parent.is_relative_to(cache_dir())]
+        found = [each.stat() for each in (*inside, path, *above)]
+    except OSError:
+        return False
+    return all(each.st_uid == os.getuid() and not each.st_mode & _OTHERS_WRITE for each in found)
