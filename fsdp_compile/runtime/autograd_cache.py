@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -65,7 +66,8 @@ def finding(conditions: str, takes: Callable[[bytes], bool], wrap: Callable[[Com
 
     def with_conditions(*args: Any, **kwargs: Any) -> tuple[str, list[str]]:
         key, lines = key_of(*args, **kwargs)
-        return f"a{hashlib.sha256(f'{key} {conditions}'.encode()).hexdigest()}", lines
+        everything = f"{key} {sys.version} {conditions}"
+        return f"a{hashlib.sha256(everything.encode()).hexdigest()}", lines
 
     def if_taken(key: str, local: bool, remote: bool, *args: Any, **kwargs: Any) -> Any:
         if not _is_ours(Path(AOTAutogradCache._get_tmp_dir_for_key(key))):

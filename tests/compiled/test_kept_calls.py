@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fsdp_compile
 from fsdp_compile.compiler.capture import Partitioner
@@ -35,22 +36,26 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def start(monkeypatch):
-    """A start of a job: a step of a model with these options, and the parameters after it."""
-    num_rewritten = 0
+def num_rewritten(monkeypatch):
+    """How many joint graphs were rewritten so far."""
+    rewritten: list[None] = []
     rewrite = Partitioner._rewritten
 
     def counted(*args, **kwargs):
-        nonlocal num_rewritten
-        num_rewritten += 1
+        rewritten.append(None)
         return rewrite(*args, **kwargs)
 
     monkeypatch.setattr(Partitioner, "_rewritten", counted)
+    return lambda: len(rewritten)
+
+
+@pytest.fixture
+def start(num_rewritten):
+    """A start of a job: a step of a model with these options, and the parameters after it."""
 
     def start(model=None, inputs=None, loss_of=lambda output: output, **options):
-        nonlocal num_rewritten
         torch._dynamo.reset()
-        num_rewritten = 0
+        before = num_rewritten()
         model = Scaled() if model is None else model
         inputs = (rows(),) if inputs is None else inputs
         model = fsdp_compile(model, backend="inductor", sync_module_states=False, **options)
@@ -61,7 +66,7 @@ def start(monkeypatch):
         optimizer.step()
         values = [loss.detach(), *gradients, *(p.to_local().detach().clone() for p in model.parameters())]
         graphs = model.graphs[-1]
-        return Start(values, f"{graphs}\n{graphs.schedule()}", graphs.plan, num_rewritten == 0)
+        return Start(values, f"{graphs}\n{graphs.schedule()}", graphs.plan, num_rewritten() == before)
 
     return start
 
@@ -122,6 +127,44 @@ def test_gradients_are_none_where_eager_has_none_after_a_second_start_too(start)
     assert [each.was_found for each in starts] == [False, True]
     assert starts[0].values[3] is None
     assert_same(*starts)
+
+
+class Checkpointed(Scaled):
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: layer(x).tanh(), x, use_reentrant=False)
+        return x.sum()
+
+
+def test_checkpointed_layers_are_found(start):
+    starts = [start(Checkpointed()) for _ in range(2)]
+    assert [each.was_found for each in starts] == [False, True]
+    assert_same(*starts)
+
+
+def test_steps_that_keep_gradients_are_found(start, num_rewritten):
+    def accumulated():
+        torch._dynamo.reset()
+        before = num_rewritten()
+        model = fsdp_compile(Scaled(), backend="inductor", sync_module_states=False)
+        with model.no_sync():
+            model(rows()).backward()
+        model(rows(4) + 1).backward()
+        return [p.grad.to_local().clone() for p in model.parameters()], num_rewritten() - before
+
+    (first, num_first), (second, num_second) = accumulated(), accumulated()
+    assert (num_first, num_second) == (2, 0)
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_second_model_of_the_process_hands_its_gradients_to_its_own_shards():
+    models = [fsdp_compile(Scaled(), backend="inductor", sync_module_states=False) for _ in range(2)]
+    for model in models:
+        model(rows()).backward()
+    gradients = [[p.grad.to_local() for p in model.parameters()] for model in models]
+    assert all(torch.equal(one, other) and one is not other for one, other in zip(*gradients, strict=True))
+    models[0](rows()).backward()
+    assert not torch.equal(gradients[0][0], gradients[1][0])
 
 
 def test_a_call_without_gradients_is_found(start):
