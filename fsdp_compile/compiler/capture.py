@@ -148,7 +148,7 @@ class Capture:
                 decompositions=decompositions,
             )
             if partitioner.found is not None:
-                tracing.remark = " (compiled by an earlier start)"
+                tracing.remark = " (compiled before)"
         if keep is not None and partitioner.found is not None:
             keep.on_found(partitioner.found)
         return compiled  # type: ignore[no-any-return]

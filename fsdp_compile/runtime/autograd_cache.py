@@ -4,8 +4,8 @@ A start that finds a call there neither traces nor rewrites it. Torch's entry na
 Inductor's cache, and a file of ours by the digest of its content. Entries and files are pickles, so code, and are read
 only where nobody else can write.
 
-Private torch API, as of torch 2.13: how entries are keyed, looked up, read and made. Where torch has not what is used
-of it here, nothing is kept.
+Private torch API, as of torch 2.13: how entries are keyed, looked up, read and made. With another version nothing is
+kept.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch._functorch.config
 from torch._functorch._aot_autograd import autograd_cache
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
@@ -29,10 +30,9 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from .joined_kernels import joined_kernels
 
-try:
+_IS_KNOWN = torch.__version__.startswith("2.13.")
+if _IS_KNOWN:
     from torch._functorch._aot_autograd.aot_autograd_result import FxGraphCacheLoadable
-except ImportError:  # before torch 2.13
-    FxGraphCacheLoadable = None  # type: ignore[assignment,misc]
 
 Compiled = Callable[[list[Any]], Any]
 
@@ -42,10 +42,9 @@ _OTHERS_WRITE = 0o022  # in the mode of a file
 
 def keeps_calls() -> bool:
     """Whether what AOTAutograd makes is kept here, and found again."""
-    is_known = FxGraphCacheLoadable is not None and hasattr(autograd_cache, "autograd_cache_key")
     is_kept = torch._functorch.config.enable_autograd_cache and config.fx_graph_cache
     is_bundled = torch._functorch.config.bundled_autograd_cache
-    return is_known and is_kept and not is_bundled and not config.force_disable_caches and os.name == "posix"
+    return _IS_KNOWN and is_kept and not is_bundled and not config.force_disable_caches and os.name == "posix"
 
 
 @contextmanager
