@@ -280,8 +280,15 @@ COPIES_DONE = Operator(
     shown=("on_cpu",),
 ).defined()
 
+UPDATE = Operator(
+    "update(Tensor gradient, str bucket, int output, int states) -> ()",
+    lambda gradient, bucket, output, states: None,
+    shown=("gradient",),
+    name="{bucket}.update",
+).defined()
+
 COPIES = frozenset({COPY_START, COPY_WAIT, COPIES_DONE})
-LOWERED = frozenset({STORE, POISON, *COPIES})
+LOWERED = frozenset({STORE, POISON, UPDATE, *COPIES})
 """What is left of the dialect in a graph that is lowered: these run."""
 
 
@@ -408,6 +415,11 @@ def gathered_shards(gather: torch.fx.Node) -> dict[str, torch.fx.Node]:
 def is_copy(node: torch.fx.Node) -> bool:
     """Whether this is the start of a copy between devices, a wait for it, or for all."""
     return is_call(node, *COPIES)
+
+
+def updates(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The updates by an optimizer that steps in the backward, in order."""
+    return list(graph.find_nodes(op="call_function", target=UPDATE))
 
 
 def is_conversion(node: torch.fx.Node) -> bool:

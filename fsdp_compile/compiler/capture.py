@@ -13,7 +13,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch._functorch.config
@@ -43,11 +43,32 @@ from ..runtime.joined_kernels import joined_kernels
 from ..runtime.kernels import capturing
 from ..runtime.modules import not_captured
 from ..runtime.outlined_blocks import outlined, own_memory
+from ..runtime.updates import updating
 from .traces import MakePlan, Trace, program, rewriting
 from .writes import refuse_writes, sharded_inputs
 
-Finish = Callable[[list[Any]], None]
-"""What is left to do when a compiled backward has run, with what that returns, which may be replaced."""
+
+class Running(Protocol):
+    """A compiled backward that runs."""
+
+    def update(self, gradient: torch.Tensor, output: int) -> None:
+        """What `fsdp::update` does."""
+
+    def finish(self, returned: list[Any]) -> None:
+        """What is left to do when it has run, with what that returns, which may be replaced."""
+
+
+class Backward(Protocol):
+    """What is to be known of the runs of a compiled graph that has a backward."""
+
+    def await_gradients(self) -> None:
+        """A forward has run."""
+
+    def begin(
+        self, gradients: Sequence[BucketGradient], arguments: dict[str, Any], has_gradient: HasGradient | None
+    ) -> Running:
+        """Its backward begins, with what it does, its arguments by name, which may be replaced, and which gradients
+        eager would have (None: all)."""
 
 
 _REORDERING = {  # what Inductor would otherwise do to the order of the nodes, or to collectives, in some version
@@ -83,8 +104,7 @@ class Capture:
         pipeline: the passes for a plan; for None, without one.
         plan: makes plans; None for a schedule that follows from the options alone.
         on_graphs: called with the rewritten graphs before they are compiled.
-        on_backward: called whenever a compiled backward runs, with what it does, its arguments by name, which it may
-            replace, and which gradients eager would have (None: all).
+        backward: is told whenever the compiled graph runs; None if it never does.
         running: a context for a forward, or not, while its compiled graph runs.
         generates_code: whether Inductor compiles the graphs, or they run as they are.
         options: Inductor's, by name.
@@ -94,7 +114,7 @@ class Capture:
     pipeline: Callable[[StepPlan | None], Pipeline]
     plan: MakePlan | None
     on_graphs: Callable[[RewrittenGraphs], None]
-    on_backward: Callable[[Sequence[BucketGradient], dict[str, Any], HasGradient | None], Finish]
+    backward: Backward | None
     running: Callable[[bool], AbstractContextManager[None]] = lambda is_forward: nullcontext()
     generates_code: bool = True
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -118,7 +138,9 @@ class Capture:
             with uncollected(), fast_matmuls(), whole_copies(), few_casts(), own_memory(), joined_kernels():
                 compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph, inputs)
             compiled = below_autograd(compiled)
-            return self._noting(compiled, graph, partitioner) if kwargs.get("is_backward") else compiled
+            if not kwargs.get("is_backward") or self.backward is None:
+                return compiled
+            return self._noting(compiled, graph, partitioner, self.backward)
 
         patches = {"custom_partitioner_fn": partitioner, **self.options}
         if _reads_shards(gm):
@@ -137,6 +159,8 @@ class Capture:
             before = results.nodes_of(arguments)
             with self.running(True):
                 outputs = compiled(*arguments)
+            if partitioner.gradients and self.backward is not None:
+                self.backward.await_gradients()
             results.watch(arguments, outputs, before)
             return outputs
 
@@ -151,7 +175,7 @@ class Capture:
             self.on_graphs(RewrittenGraphs.of(self.pipeline(plan).rewrite_inference(gm), plan=plan))
 
     def _noting(
-        self, compiled: Callable[..., Any], graph: torch.fx.GraphModule, partitioner: Partitioner
+        self, compiled: Callable[..., Any], graph: torch.fx.GraphModule, partitioner: Partitioner, backward: Backward
     ) -> Callable[..., Any]:
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
 
@@ -159,11 +183,12 @@ class Capture:
             value_of_name = dict(zip(names, arguments, strict=True))
             has_gradient = partitioner.results.in_running_backward()
             with self.running(False):
-                finish = self.on_backward(partitioner.gradients, value_of_name, has_gradient)
+                running = backward.begin(partitioner.gradients, value_of_name, has_gradient)
                 arguments[:] = value_of_name.values()
                 value_of_name.clear()  # the compiled code frees its arguments as early as it can
-                returned = list(compiled(arguments))
-                finish(returned)
+                with updating(running.update):
+                    returned = list(compiled(arguments))
+                running.finish(returned)
             return returned
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
@@ -366,7 +391,7 @@ def trace(
     def end(found: Trace) -> NoReturn:
         raise _Captured(found)
 
-    found: Trace = _captured(model, args, kwargs, Capture(pipeline, None, _nothing, _no_backward, on_trace=end))
+    found: Trace = _captured(model, args, kwargs, Capture(pipeline, None, _nothing, None, on_trace=end))
     return found
 
 
@@ -393,16 +418,12 @@ def generate(
         before_compiling(graphs)
         found.append(graphs)
 
-    _captured(model, args, kwargs, Capture(pipeline, plan, note, _no_backward))
+    _captured(model, args, kwargs, Capture(pipeline, plan, note, None))
     return found[0]
 
 
 def _nothing(_: RewrittenGraphs) -> None:
     pass
-
-
-def _no_backward(*_: Any) -> Finish:
-    return lambda returned: None
 
 
 def _captured(
