@@ -33,11 +33,12 @@ the grouped form sends one message per parameter in one call, and needs none::
     cast(value), divide(value), move(value)           another dtype, a smaller gradient, another device
     copy_start(source), copy_wait(copied, source)     a move in two: a copy that runs beside the computation
     copies_done(on_cpu)                               the host waits until these have been read or filled by copies
+    update(gradient)                                  an optimizer updates the shard, whose gradient this is
 
 An operator is a row of this file, an `Operator`. What it becomes is in `lower_collectives`, after which passes it may
 stand in a graph is in `verifier`. The operators have fake implementations (shapes); `unshard`, `reduce_gradient`,
-`pack`, `store`, `poison` and the three of copies also run, by the kernels in `fsdp_compile.runtime`. The others never
-run.
+`pack`, `store`, `poison`, `update` and the three of copies also run, by the kernels in `fsdp_compile.runtime`. The
+others never run.
 """
 
 from __future__ import annotations
