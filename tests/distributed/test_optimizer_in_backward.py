@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_compile import ConfigError, fsdp_compile
 from fsdp_compile.passes import ops
+from tests.distributed.test_tensor_parallel import Net, by_sequence, by_tensor, root_mesh
+from tests.distributed.test_tensor_parallel import batch as batch_of_tensor_parallelism
 from tests.distributed.training import (
     assert_same_parameters,
     batch_of_rank,
@@ -351,3 +353,17 @@ def test_a_single_rank_steps_at_the_end_of_its_backward():
     batch = first_rows_alone
     for options in ({}, {"max_norm": 0.05}, {"micro_batches": 2}):
         assert_same_training(compiled(build("gpt")), OPTIMIZERS["AdamW fused"], steps=4, batch=batch, **options)
+
+
+@pytest.mark.parametrize("parallelize", [by_tensor, by_sequence])
+@on_ranks(4)
+def test_parameters_of_tensor_parallelism(world_size, parallelize):
+    mesh = root_mesh()
+    model, other = (compiled(parallelize(Net(), mesh["tp"]), mesh["dp"]) for _ in range(2))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, other)]
+    model.optimizer_in_backward(optimizers[0])
+    for step in range(4):
+        for each in (model, other):
+            each(batch_of_tensor_parallelism(step)).square().mean().backward()
+        take_step(optimizers[1:])
+        assert_identical(model.state_dict(), other.state_dict())
