@@ -165,6 +165,7 @@ class Subject:
         measures: whether it measures the hardware itself.
         budget: the part of FSDP2's peak that it may have; None for no limit.
         computes: whether it trains at all.
+        in_backward: whether its optimizer steps in the backward.
     """
 
     shard: Callable[[Case], nn.Module]
@@ -172,6 +173,7 @@ class Subject:
     measures: bool = False
     budget: float | None = None
     computes: bool = True
+    in_backward: bool = False
 
 
 SUBJECTS = {
@@ -186,6 +188,7 @@ SUBJECTS = {
     "simple-bucketed": Subject(lambda case: simple(case, BUCKETED)),
     "simple-overlap": Subject(simple_overlap, is_calibrated=True),
     "fsdp_compile": Subject(ours, measures=True),
+    "fsdp_compile-updates": Subject(ours, measures=True, in_backward=True),
     "fsdp_compile-plain": Subject(partial(ours, hardware=False)),
     "fsdp_compile-planned": Subject(ours_planned, is_calibrated=True),
     "fsdp_compile-fit": Subject(ours_planned, is_calibrated=True, budget=1.0),
@@ -199,8 +202,8 @@ SUBJECTS = {
     "fsdp_compile-packed": Subject(partial(ours, hardware=False, collective_lowering="packed")),
     "fsdp_compile-grouped": Subject(partial(ours, hardware=False, collective_lowering="grouped")),
 }
-"""plain: without a plan; fit: planned in FSDP2's memory, tight: in 0.8 of it; messages: what fsdp_compile sends without
-a plan, and nothing computed."""
+"""updates: the optimizer steps in the backward; plain: without a plan; fit: planned in FSDP2's memory, tight: in 0.8 of
+it; messages: what fsdp_compile sends without a plan, and nothing computed."""
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -237,6 +240,8 @@ class Training:
         begin = time.perf_counter()
         self.model = subject.shard(Case(model, self.inputs, names, hardware, budget, inductor or {}))
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), lr=1e-4)
+        if subject.in_backward:
+            self.model.optimizer_in_backward(self.optimizer)
         self.step()
         self.first_step = time.perf_counter() - begin
 

@@ -23,6 +23,7 @@ PASSES = (
     "prefetch_all_gather",
     "delay_reduce_scatter_wait",
     "overlap_copies",
+    "update_in_backward",
     "end_lives",
     "compute_early",
     "lower_collectives",

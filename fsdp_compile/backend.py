@@ -116,16 +116,16 @@ def compile_graph(
         ConfigError: their models were given trainable parameters since.
     """
     _refuse_newcomers(shardings)
-    shards_of_bucket: dict[str, list[weakref.ref[FlatShard]]] = {}
-    for value in example_inputs:
-        if (shard := getattr(value, "fsdp_flat_shard", None)) is not None:
-            shards_of_bucket.setdefault(shard.layout.bucket, []).append(weakref.ref(shard))
-
+    shards: dict[int, weakref.ref[FlatShard]] = {
+        index: weakref.ref(shard)
+        for index, value in enumerate(example_inputs)
+        if (shard := getattr(value, "fsdp_flat_shard", None)) is not None
+    }
     others = [index for index, value in enumerate(example_inputs) if not hasattr(value, "fsdp_flat_shard")]
     references = [weakref.ref(sharding) for sharding in shardings]
     agreed = _Agreed([found for found in dict.fromkeys(sharding.agreement for sharding in shardings) if found])
 
-    backward = CompiledBackward([weakref.ref[Shards](found) for found in shardings], shards_of_bucket, others)
+    backward = CompiledBackward([weakref.ref[Shards](found) for found in shardings], shards, others)
 
     def on_graphs(graphs: RewrittenGraphs) -> None:
         begin(Said.of(graphs), graphs.dependence, lambda: graphs)
@@ -145,7 +145,7 @@ def compile_graph(
         pipeline,
         planner.plan if planner else None,
         on_graphs,
-        backward.begin,
+        backward,
         agreed.running,
         generates_code,
         dict(config.options or {}),

@@ -33,11 +33,12 @@ the grouped form sends one message per parameter in one call, and needs none::
     cast(value), divide(value), move(value)           another dtype, a smaller gradient, another device
     copy_start(source), copy_wait(copied, source)     a move in two: a copy that runs beside the computation
     copies_done(on_cpu)                               the host waits until these have been read or filled by copies
+    update(gradient)                                  an optimizer updates the shard, whose gradient this is
 
 An operator is a row of this file, an `Operator`. What it becomes is in `lower_collectives`, after which passes it may
 stand in a graph is in `verifier`. The operators have fake implementations (shapes); `unshard`, `reduce_gradient`,
-`pack`, `store`, `poison` and the three of copies also run, by the kernels in `fsdp_compile.runtime`. The others never
-run.
+`pack`, `store`, `poison`, `update` and the three of copies also run, by the kernels in `fsdp_compile.runtime`. The
+others never run.
 """
 
 from __future__ import annotations
@@ -280,8 +281,15 @@ COPIES_DONE = Operator(
     shown=("on_cpu",),
 ).defined()
 
+UPDATE = Operator(
+    "update(Tensor gradient, str bucket, int output, int states) -> ()",
+    lambda gradient, bucket, output, states: None,
+    shown=("gradient",),
+    name="{bucket}.update",
+).defined()
+
 COPIES = frozenset({COPY_START, COPY_WAIT, COPIES_DONE})
-LOWERED = frozenset({STORE, POISON, *COPIES})
+LOWERED = frozenset({STORE, POISON, UPDATE, *COPIES})
 """What is left of the dialect in a graph that is lowered: these run."""
 
 
@@ -408,6 +416,11 @@ def gathered_shards(gather: torch.fx.Node) -> dict[str, torch.fx.Node]:
 def is_copy(node: torch.fx.Node) -> bool:
     """Whether this is the start of a copy between devices, a wait for it, or for all."""
     return is_call(node, *COPIES)
+
+
+def updates(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The updates by an optimizer that steps in the backward, in order."""
+    return list(graph.find_nodes(op="call_function", target=UPDATE))
 
 
 def is_conversion(node: torch.fx.Node) -> bool:

@@ -6,6 +6,7 @@ What runs on which graph::
     forward, backward    insert_reduce_scatter, insert_all_gather, insert_free, prefetch_all_gather,
                          delay_reduce_scatter_wait, overlap_copies, the user's passes, end_lives, compute_early,
                          lower_collectives, pin_matmuls
+    backward             update_in_backward, behind overlap_copies, where an optimizer steps in the backward
 
 A graph without a backward (no_grad, inference) runs through the first pass and the second row. What Inductor compiles
 runs through outline_blocks, on a copy.
@@ -36,6 +37,7 @@ from .partition_joint import PartitionJoint
 from .pin_matmuls import PinMatmuls
 from .plan import Gather, PrefetchList, StepPlan
 from .prefetch_all_gather import PrefetchAllGather
+from .update_in_backward import UpdateInBackward
 from .verifier import STAGES, Signature, Stage, stage_after, verify, verify_crossing
 
 
@@ -83,6 +85,7 @@ class Pipeline:
         passes: Sequence[Pass] = (),
         poison: bool = False,
         pin_memory: bool = True,
+        updates: int | None = None,
         observer: Observer | None = None,
     ) -> Pipeline:
         """The passes with these options; `PartitionJoint`, `PrefetchAllGather` and `InsertAllGather` explain them.
@@ -90,10 +93,14 @@ class Pipeline:
         `reductions` may be under way at once; None goes by the distance of prefetching. A `plan` says how the buckets
         that it names are gathered, and how many reductions may be under way. `passes` are the
         user's, for graphs that are in order. With `poison`, freed buffers are filled with NaN; `pin_memory` is
-        explained by `OverlapCopies`.
+        explained by `OverlapCopies`. `updates` are the states of an optimizer that steps in the backward, if one does.
         """
 
-        def side(distance: int, lists: tuple[PrefetchList, ...], gathers: tuple[Gather, ...]) -> tuple[Pass, ...]:
+        in_backward = () if updates is None else (UpdateInBackward(updates),)
+
+        def side(
+            distance: int, lists: tuple[PrefetchList, ...], gathers: tuple[Gather, ...], *ordered: Pass
+        ) -> tuple[Pass, ...]:
             late = min(distance, 1) if reductions is None else reductions
             return (
                 InsertReduceScatter(grouped),
@@ -102,6 +109,7 @@ class Pipeline:
                 PrefetchAllGather(distance, gathers, lists),
                 DelayReduceScatterWait(late if plan is None else plan.reductions),
                 OverlapCopies(pin_memory),
+                *ordered,
                 *passes,
                 EndLives(),
                 ComputeEarly(),
@@ -111,7 +119,7 @@ class Pipeline:
             joint=(MergeUnshards(), MergeGradients()),
             partition=PartitionJoint(dict(reshard or {})),
             forward=side(forward_prefetch, forward_lists, plan.forward if plan else ()),
-            backward=side(backward_prefetch, backward_lists, plan.backward if plan else ()),
+            backward=side(backward_prefetch, backward_lists, plan.backward if plan else (), *in_backward),
             lowering=(LowerCollectives(poison), PinMatmuls()),
             observer=observer,
         )

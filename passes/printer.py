@@ -144,7 +144,7 @@ def _line(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     arguments = [_argument(value, names) for value in values]
     arguments += [f"{name}={_argument(value, names)}" for name, value in node.kwargs.items()]
     call = f"{target_name(node)}({', '.join(arguments)})"
-    return call if ops.is_call(node, ops.FREE) else f"{names[node]}{_type(node)} = {call}"
+    return call if ops.is_call(node, ops.FREE, ops.UPDATE) else f"{names[node]}{_type(node)} = {call}"
 
 
 def target_name(node: torch.fx.Node) -> str:
@@ -229,6 +229,8 @@ def _communication(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
 
 def _compute(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     target = target_name(node).removeprefix("fsdp.")
+    if ops.is_call(node, ops.UPDATE):
+        return f"{target} {names[node.args[0]]}"  # type: ignore[index]
     return f"{target} {names[node]}" if ops.is_call(node, ops.COPY_OUT, ops.PACK) else target
 
 

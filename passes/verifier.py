@@ -19,21 +19,25 @@ from .merge_unshards import MergeUnshards
 from .overlap_copies import OverlapCopies
 from .partition_joint import PartitionJoint
 from .printer import excerpt, printed_name, target_name
+from .update_in_backward import UpdateInBackward, readers_of_shard, reduction_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What a pass must not change: the values that go in and come out, by shape and dtype."""
+    """What a pass must not change: the values that go in and come out, by shape and dtype.
+
+    A gradient that an update takes counts as the output that it would be.
+    """
 
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
 
     @classmethod
     def of(cls, gm: torch.fx.GraphModule) -> Signature:
-        return cls(
-            tuple(_describe(node) for node in analysis.inputs(gm.graph)),
-            tuple(_describe(value) for value in analysis.outputs(gm.graph)),
-        )
+        outputs = analysis.outputs(gm.graph)
+        for update in ops.updates(gm.graph):
+            outputs[ops.argument(update, "output")] = update.args[0]
+        return cls(tuple(_describe(node) for node in analysis.inputs(gm.graph)), tuple(map(_describe, outputs)))
 
 
 def _describe(value: Any) -> Any:
@@ -67,6 +71,7 @@ STAGES = (
     Stage(InsertAllGather, _REDUCTIONS | _BOTH | _GATHERS),
     Stage(InsertFree, _REDUCTIONS | _BOTH | _GATHERS | {ops.FREE, ops.STORE}),
     Stage(OverlapCopies, _REDUCTIONS | _PREPARED | _GATHERS | ops.COPIES | {ops.FREE, ops.STORE}),
+    Stage(UpdateInBackward, _REDUCTIONS | _PREPARED | _GATHERS | ops.COPIES | {ops.FREE, ops.STORE, ops.UPDATE}),
     Stage(LowerCollectives, ops.LOWERED),
 )
 """What is legal after which pass, in the order in which they run."""
@@ -88,10 +93,12 @@ def verify(gm: torch.fx.GraphModule, stage: Stage, *, signature: Signature | Non
     6. nothing reads a full buffer, or a view of one, after its free, and it is freed once;
     7. with `freed`: every full buffer that the graph does not return is freed, right after its last use;
     8. a reduction returns a gradient of its shard's size;
-    9. the operators of the dialect are those of the stage (`STAGES`): when all is lowered, `ops.LOWERED`.
+    9. the operators of the dialect are those of the stage (`STAGES`): when all is lowered, `ops.LOWERED`;
+    10. a gradient that an update takes is not returned, and no other update takes it; until all is lowered, nothing
+        reads the memory of a shard after its update.
     """
     _lint(gm.graph)
-    for check in (_values, _waits, _wait_order, _frees, _gradients):
+    for check in (_values, _waits, _wait_order, _frees, _gradients, _updates_last):
         check(gm.graph)
     for node in filter(ops.is_dialect, gm.graph.nodes):
         name = target_name(node)
@@ -211,3 +218,20 @@ def _gradients(graph: torch.fx.Graph) -> None:
         if ops.is_call(node, ops.REDUCE_SCATTER) and ops.is_call(node.args[0], ops.PACK):
             numel, found = ops.argument(node.args[0], "numel"), node.meta["val"].numel()
             _require(numel == found, f"returns {found} elements for a shard of {numel}", node)
+
+
+def _updates_last(graph: torch.fx.Graph) -> None:
+    position: dict[torch.fx.Node, int] = {}
+    updated: dict[int, torch.fx.Node] = {}
+    for update in ops.updates(graph):
+        position = position or analysis.positions(graph)
+        gradient: Any = update.args[0]
+        output = ops.argument(update, "output")
+        is_returned = analysis.outputs(graph)[output] is not None
+        _require(not is_returned, "takes {}, which is returned as well", update, gradient)
+        _require(output not in updated, "takes {} a second time", update, gradient)
+        updated[output] = update
+        if (reduction := reduction_of(gradient)) is not None:
+            for reader in readers_of_shard(graph, reduction):
+                is_earlier = position[reader] < position[update]
+                _require(is_earlier, "updates a shard that {} reads after that", update, reader)

@@ -14,7 +14,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch._functorch.config
@@ -45,12 +45,33 @@ from ..runtime.joined_kernels import joined_kernels
 from ..runtime.kernels import capturing
 from ..runtime.modules import not_captured
 from ..runtime.outlined_blocks import outlined, own_memory
+from ..runtime.updates import updating
 from .kept_calls import Keep, KeptCall
 from .traces import MakePlan, Trace, program, rewriting
 from .writes import refuse_writes, sharded_inputs
 
-Finish = Callable[[list[Any]], None]
-"""What is left to do when a compiled backward has run, with what that returns, which may be replaced."""
+
+class Running(Protocol):
+    """A compiled backward that runs."""
+
+    def update(self, gradient: torch.Tensor, output: int) -> None:
+        """What `fsdp::update` does."""
+
+    def finish(self, returned: list[Any]) -> None:
+        """What is left to do when it has run, with what that returns, which may be replaced."""
+
+
+class Backward(Protocol):
+    """What is to be known of the runs of a compiled graph that has a backward."""
+
+    def await_gradients(self) -> None:
+        """A forward has run."""
+
+    def begin(
+        self, gradients: Sequence[BucketGradient], arguments: dict[str, Any], has_gradient: HasGradient | None
+    ) -> Running:
+        """Its backward begins, with what it does, its arguments by name, which may be replaced, and which gradients
+        eager would have (None: all)."""
 
 
 _REORDERING = {  # what Inductor would otherwise do to the order of the nodes, or to collectives, in some version
@@ -86,8 +107,7 @@ class Capture:
         pipeline: the passes for a plan; for None, without one.
         plan: makes plans; None for a schedule that follows from the options alone.
         on_graphs: called with the rewritten graphs before they are compiled.
-        on_backward: called whenever a compiled backward runs, with what it does, its arguments by name, which it may
-            replace, and which gradients eager would have (None: all).
+        backward: is told whenever the compiled graph runs; None if it never does.
         running: a context for a forward, or not, while its compiled graph runs.
         generates_code: whether Inductor compiles the graphs, or they run as they are.
         options: Inductor's, by name.
@@ -98,7 +118,7 @@ class Capture:
     pipeline: Callable[[StepPlan | None], Pipeline]
     plan: MakePlan | None
     on_graphs: Callable[[RewrittenGraphs], None]
-    on_backward: Callable[[Sequence[BucketGradient], dict[str, Any], HasGradient | None], Finish]
+    backward: Backward | None
     running: Callable[[bool], AbstractContextManager[None]] = lambda is_forward: nullcontext()
     generates_code: bool = True
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -113,24 +133,29 @@ class Capture:
         """
         refuse_writes(gm.graph, sharded_inputs(gm.graph, example_inputs))
         results = Results()
-        compiled = self._compiled(gm, example_inputs, results)
+        paths = Paths.note(gm, example_inputs)
+        keep = self.keep if self.generates_code and _reads_shards(gm) and keeps_calls() else None
+        partitioner = Partitioner(self, results, paths, keep)
+        compiled = self._compiled(gm, example_inputs, partitioner)
 
         def run(*arguments: Any) -> Any:
             before = results.nodes_of(arguments)
             with self.running(True):
                 outputs = compiled(*arguments)
+            if partitioner.gradients and self.backward is not None:
+                self.backward.await_gradients()
             results.watch(arguments, outputs, before)
             return outputs
 
         return run
 
     def _compiled(
-        self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], results: Results
+        self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], partitioner: Partitioner
     ) -> Callable[..., Any]:
-        paths, reads_shards = Paths.note(gm, example_inputs), _reads_shards(gm)
-        keep = self.keep if self.generates_code and reads_shards and keeps_calls() else None
-        partitioner = Partitioner(self, results, paths, keep)
-        patches = {"custom_partitioner_fn": partitioner, **self.options, **(_KEEP_SCHEDULE if reads_shards else {})}
+        keep, paths = partitioner.keep, partitioner.paths
+        patches = {"custom_partitioner_fn": partitioner, **self.options}
+        if _reads_shards(gm):
+            patches |= _KEEP_SCHEDULE
         decompositions: dict[Any, Any] | None = None  # Inductor's
         if not self.generates_code:
             patches, decompositions = {**_AS_EAGER, **patches}, {}
@@ -171,20 +196,23 @@ class Capture:
 
     def _wrapped(self, partitioner: Partitioner, compiled: Any, is_backward: bool) -> Callable[..., Any]:
         run = below_autograd(compiled)
-        return self._noting(run, partitioner) if is_backward else run
+        if not is_backward or self.backward is None:
+            return run
+        return self._noting(run, partitioner, self.backward)
 
-    def _noting(self, compiled: Callable[..., Any], partitioner: Partitioner) -> Callable[..., Any]:
+    def _noting(self, compiled: Callable[..., Any], partitioner: Partitioner, backward: Backward) -> Callable[..., Any]:
         names = partitioner.arguments
 
         def run(arguments: list[Any]) -> Any:
             value_of_name = dict(zip(names, arguments, strict=True))
             has_gradient = partitioner.results.in_running_backward()
             with self.running(False):
-                finish = self.on_backward(partitioner.gradients, value_of_name, has_gradient)
+                running = backward.begin(partitioner.gradients, value_of_name, has_gradient)
                 arguments[:] = value_of_name.values()
                 value_of_name.clear()  # the compiled code frees its arguments as early as it can
-                returned = list(compiled(arguments))
-                finish(returned)
+                with updating(running.update):
+                    returned = list(compiled(arguments))
+                running.finish(returned)
             return returned
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
@@ -445,7 +473,7 @@ def trace(
     def end(found: Trace) -> NoReturn:
         raise _Captured(found)
 
-    found: Trace = _captured(model, args, kwargs, Capture(pipeline, None, _nothing, _no_backward, on_trace=end))
+    found: Trace = _captured(model, args, kwargs, Capture(pipeline, None, _nothing, None, on_trace=end))
     return found
 
 
@@ -472,16 +500,12 @@ def generate(
         before_compiling(graphs)
         found.append(graphs)
 
-    _captured(model, args, kwargs, Capture(pipeline, plan, note, _no_backward))
+    _captured(model, args, kwargs, Capture(pipeline, plan, note, None))
     return found[0]
 
 
 def _nothing(_: RewrittenGraphs) -> None:
     pass
-
-
-def _no_backward(*_: Any) -> Finish:
-    return lambda returned: None
 
 
 def _captured(

@@ -117,7 +117,10 @@ def hardware_is_missing() -> ConfigError:
 
 
 def _lines(outline: Outline, prediction: Prediction | None) -> list[str]:
-    texts = [table([("schedule", _schedule(outline.plan)), ("collectives", _collectives(outline.work))])]
+    rows = [("schedule", _schedule(outline.plan)), ("collectives", _collectives(outline.work))]
+    if outline.work.backward is not None and (updates := ops.updates(outline.work.backward.graph)):
+        rows.append(("optimizer", f"steps in the backward: {len(updates)} updates, each as its gradient is there"))
+    texts = [table(rows)]
     if prediction is None:
         texts.append(table([("memory", memory_text(outline.memory))]))
     else:

@@ -33,7 +33,7 @@ from .collectives import Ring
 from .hardware import Hardware, Link
 from .memory import is_shard, received_by_backward
 from .nodes import Compiler, base, num_bytes
-from .optimizers import Optimizer, find_optimizer, gradient_bytes
+from .optimizers import Optimizer, find_optimizer, gradient_bytes, state_bytes
 from .symbolic import symbolic, tidy
 from .timeline import COMPUTE, COPIES, Clock, Step, rings_of, sent_by, steps_of
 from .work import Work
@@ -140,7 +140,7 @@ def _amounts(work: Work, rings: Mapping[str, Ring], optimizer: Optimizer) -> dic
     return {
         "shard_bytes": _sum(num_bytes(node.meta["val"]) for node in shards),
         "gradient_bytes": gradient_bytes(work),
-        "optimizer_bytes": optimizer.states * gradient_bytes(work),
+        "optimizer_bytes": state_bytes(work, optimizer),
         "saved_bytes": _sum(num_bytes(node.meta["val"]) for node in _saved(work)),
         "bytes_moved": _sum(sent_by(node, rings[ops.argument(node, "group")]) for node in collectives),
         "flops": _sum(side.flops for side in work.sides),

@@ -307,7 +307,7 @@ def _end(reader: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> int:
 
 def _categories(graph: torch.fx.Graph, saved: Collection[torch.fx.Node]) -> Callable[[torch.fx.Node], str]:
     """What a tensor of the graph is held for."""
-    returned = set(analysis.outputs(graph))
+    returned = {*analysis.outputs(graph), *(update.args[0] for update in ops.updates(graph))}
     full, saved = set(full_buffers(graph)), set(saved)
 
     def category(node: torch.fx.Node) -> str:

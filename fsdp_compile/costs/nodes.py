@@ -96,13 +96,15 @@ class Kernel:
 def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
     """The kernels of a scheduled graph, in order; its collectives, waits, moves and views are none.
 
+    An update by an optimizer is one: it is priced as if it were.
+
     Args:
         compiler: what compiles the graph.
     """
     groups: list[list[torch.fx.Node]] = []
     can_join = False
     for node in graph.nodes:
-        if ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.WAIT, ops.PACK):
+        if ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.WAIT, ops.PACK, ops.UPDATE):
             can_join = False
         if not is_kernel(node):
             continue
@@ -133,12 +135,13 @@ def is_kernel(node: torch.fx.Node) -> bool:
     is_ours = ops.is_dialect(node)
     if is_ours and (ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.FREE, ops.RESHARD)):
         return False
-    return has_extents(_value(node))
+    return ops.is_call(node, ops.UPDATE) or has_extents(_value(node))
 
 
 def is_light(node: torch.fx.Node) -> bool:
     """Whether compilers fuse this with its neighbours; copies out of and into buffers are ATen's."""
-    return is_kernel(node) and not analysis.is_heavy(node) and not ops.is_call(node, ops.COPY_OUT, ops.PACK)
+    is_call_of_ours = ops.is_call(node, ops.COPY_OUT, ops.PACK, ops.UPDATE)
+    return is_kernel(node) and not analysis.is_heavy(node) and not is_call_of_ours
 
 
 def flops_of(node: torch.fx.Node) -> float:
@@ -237,8 +240,9 @@ def _is_constant(node: torch.fx.Node) -> bool:
 
 
 def _dtype(nodes: Sequence[torch.fx.Node]) -> torch.dtype:
-    """That of the largest tensor that is computed rather than copied, if any is."""
+    """That of the largest tensor that is computed rather than copied, if any is; of an update, its gradient's."""
     computed = [node for node in nodes if not ops.is_dialect(node)] or nodes
+    computed = [node.all_input_nodes[0] if ops.is_call(node, ops.UPDATE) else node for node in computed]
     found = [extent for node in computed for extent in extents(_value(node))]
     return max(found, key=lambda extent: extent.traced_numel).dtype
 
@@ -268,10 +272,21 @@ def is_item(node: torch.fx.Node) -> bool:
 
 
 def _read_of(node: torch.fx.Node, source: torch.fx.Node) -> int:
-    """The bytes of `source` that `node` reads: a copy reads one parameter of a buffer, an embedding its rows."""
+    """The bytes of `source` that `node` reads: a copy reads one parameter of a buffer, an embedding its rows.
+
+    An update also reads and writes parameters and states, of the size of the gradient.
+    """
+    if ops.is_call(node, ops.UPDATE):
+        return traffic_of_update(ops.argument(node, "states")) * num_bytes(source.meta["val"])
     if ops.is_call(node, ops.COPY_OUT, torch.ops.aten.embedding.default):
         return num_bytes(node.meta["val"])
     return num_bytes(source.meta.get("val"))
+
+
+def traffic_of_update(states: int) -> int:
+    """Bytes that an optimizer with so many states reads and writes for each byte of a parameter: the parameter, which
+    it also writes, its gradient, and the states, which it also writes."""
+    return 3 + 2 * states
 
 
 def base(node: torch.fx.Node) -> torch.fx.Node:

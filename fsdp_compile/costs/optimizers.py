@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from ..errors import ConfigError
-from ..passes import analysis
-from .nodes import num_bytes
+from ..passes import analysis, ops
+from .nodes import num_bytes, traffic_of_update
 from .work import Work
 
 
@@ -22,10 +22,13 @@ class Optimizer:
     states: float
     traffic: float
 
+    @classmethod
+    def of(cls, states: int) -> Optimizer:
+        return cls(states, traffic_of_update(states))
 
-OPTIMIZERS = {"sgd": Optimizer(0, 3), "momentum": Optimizer(1, 5), "adam": Optimizer(2, 7)}
-"""SGD reads parameter and gradient and writes the parameter; a state is read and written besides. States have the dtype
-of their parameters."""
+
+OPTIMIZERS = {"sgd": Optimizer.of(0), "momentum": Optimizer.of(1), "adam": Optimizer.of(2)}
+"""By the number of their states, which have the dtype of their parameters."""
 
 
 def find_optimizer(optimizer: str) -> Optimizer:
@@ -35,7 +38,14 @@ def find_optimizer(optimizer: str) -> Optimizer:
     return OPTIMIZERS[optimizer]
 
 
+def state_bytes(work: Work, optimizer: Optimizer) -> float:
+    """Bytes of the states of an optimizer; of one that steps in the backward, as many as its updates say."""
+    updates = ops.updates(work.backward.graph) if work.backward else []
+    updated = sum(ops.argument(update, "states") * num_bytes(update.args[0].meta["val"]) for update in updates)  # type: ignore[union-attr]
+    return updated + optimizer.states * gradient_bytes(work)
+
+
 def gradient_bytes(work: Work) -> int:
-    """Bytes of the gradients that the backward returns, which are as large as what the optimizer updates."""
+    """Bytes of the gradients that the backward returns, which are as large as what the optimizer updates after it."""
     returned = analysis.outputs(work.backward.graph) if work.backward else []
     return sum(num_bytes(node.meta["val"]) for node in returned if node is not None)

@@ -13,7 +13,7 @@ from .formulas import DEFINITIONS, Formula, formulas_of
 from .hardware import Hardware
 from .memory import CATEGORIES, Memory, memory_of
 from .nodes import Compiler
-from .optimizers import find_optimizer, gradient_bytes
+from .optimizers import find_optimizer, gradient_bytes, state_bytes
 from .timeline import COMPUTE, COPIES, Timeline, rings_of, simulate
 from .work import Work
 
@@ -140,7 +140,7 @@ def predict(
     """What a step of these graphs takes of a rank of this hardware; ranks are numbered node by node.
 
     Args:
-        optimizer: one of `OPTIMIZERS`.
+        optimizer: one of `OPTIMIZERS`, that steps after the backward; what is updated in it says how itself.
         compiler: what compiles the graphs; see `nodes.Compiler`.
 
     Raises:
@@ -167,5 +167,5 @@ def predict(
 
 def step_memory(work: Work, optimizer: str, reduction_workspace: float = 0.0) -> Memory:
     """What a rank holds during a step, the states of the optimizer included."""
-    states = int(find_optimizer(optimizer).states * gradient_bytes(work))
+    states = int(state_bytes(work, find_optimizer(optimizer)))
     return memory_of(work, optimizer_bytes=states, reduction_workspace=reduction_workspace)

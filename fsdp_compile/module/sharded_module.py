@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from . import saving
 from .fsdp_module import FSDPMethods
 from .full_parameters import SummonOptions, summon
 from .loading import shard_state
+from .optimizer_in_backward import OptimizerInBackward, step_in_backward
 from .own_units import OwnUnits, own_units_below
 from .pretrained import saving_whole
 from .reading import Generated, generated_subclass, is_reading, original_class
@@ -220,6 +221,7 @@ class ShardedModule(Reshards):
         memo |= {id(sharding.made): [], id(sharding.compilations): Compilations()}
         memo |= {id(sharding.watched): set(), id(sharding.looked): weakref.WeakKeyDictionary()}
         memo |= {id(sharding.owns): [], id(sharding.schedules): [], id(sharding.post_optim_event): None}
+        memo[id(sharding.schedule)] = dataclasses.replace(sharding.schedule, updates=None)
         copies = [shard.copy_into(memo) for shard in sharding.shards]
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -389,6 +391,38 @@ class ShardedMethods(nn.Module):
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )
+
+    def optimizer_in_backward(
+        self,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> OptimizerInBackward:
+        """From now on, backwards make the step of an optimizer: each unit's parameters are updated as its gradient is
+        there.
+
+        Every backward but those of forwards inside `no_sync` ends with a step, by the learning rates of that moment,
+        and with no gradients. `optimizer.step()` and `zero_grad()` then find nothing to do. The numbers are those of a
+        step after the backward. With `max_norm` or `scaler`, parameters are updated at the end of the backward, since
+        both need all gradients; so are those of torch.optim.Muon, and those that more than one graph reads in a step.
+
+        Args:
+            optimizer: one of torch's that treat every element by itself, or torch.optim.Muon; or several, of different
+                parameters. Its parameters are sharded parameters of this model.
+            max_norm, norm_type: gradients are clipped before the step, as by `clip_grad_norm_`.
+            scaler: scales the loss; it unscales the gradients, and skips a step as ever. `scaler.update()` is left to
+                you.
+
+        Returns:
+            What has the `norm` of the gradients that were clipped last, and can `remove()` the optimizer.
+
+        Raises:
+            ConfigError: the optimizer cannot step in the backward, or holds parameters that are not the model's;
+                nothing is changed.
+        """
+        return step_in_backward(self, optimizer, max_norm, norm_type, scaler)
 
     def summon_full_params(
         self,

@@ -185,6 +185,8 @@ class Sharding(Shards):
         if torch.is_grad_enabled() and not (self.made and self.looked.get(module) == registrations().count):
             self.refuse_newcomers(module)
         self.is_finishing = self.is_checking = False
+        if self.updates is not None:
+            self.updates.is_due, self.updates.is_kept = False, self.keeps_gradients
         self.check()
         watch_whole(self)
         for shard in self.shards:
@@ -217,6 +219,7 @@ def pipeline_of(
         passes=schedule.passes,
         poison=schedule.poison,
         pin_memory=schedule.pin_memory,
+        updates=schedule.updates,
     )
 
 

@@ -43,6 +43,7 @@ class ScheduleConfig:
         passes: the user's, which run on the graphs once they are in order.
         poison: whether freed buffers are filled with NaN, to show that nothing reads them.
         pin_memory: whether offloaded gradients are copied to pinned memory.
+        updates: how many states the optimizer has that steps in the backward; None if none does.
     """
 
     reshard_after_forward: Reshard | Mapping[str, Reshard] | None = None
@@ -58,6 +59,7 @@ class ScheduleConfig:
     backward_lists: tuple[PrefetchList, ...] = ()
     reductions: int | None = None
     is_at_hand: bool = False
+    updates: int | None = None
 
     @classmethod
     def of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn as nn
@@ -30,6 +30,20 @@ class Divisor:
     value: float = 1.0
 
 
+class StepsInBackward(Protocol):
+    """Optimizers that step in the backward; see `updates.Updates`."""
+
+    is_due: bool
+    is_kept: bool
+
+    @property
+    def are_early(self) -> bool: ...
+
+    def update(self, shard: FlatShard) -> None: ...
+
+    def finish(self) -> None: ...
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Shards:
     """The shards of one model, and what is under way with their gradients.
@@ -45,6 +59,7 @@ class Shards:
         whole: with a single rank, unit and parameter by name.
         divisors: with a single rank, what the gradient of each parameter is divided by.
         watched: ids of those of them whose gradients are divided or checked, and the names of the hooks that do it.
+        updates: the optimizers that step in the backward, if any do.
     """
 
     mesh: DeviceMesh | None
@@ -57,6 +72,7 @@ class Shards:
     whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
     divisors: dict[nn.Parameter, Divisor] = dataclasses.field(default_factory=dict)
     watched: set[tuple[int, str]] = dataclasses.field(default_factory=set)
+    updates: StepsInBackward | None = None
 
     @property
     def agreement(self) -> Agreement | None:
@@ -81,6 +97,8 @@ class FlatShard:
         gradient, accumulated: what reads pass to `fsdp::unshard` for now.
         reduces, all_reduces: whether gradients are reduced at all, and over the first of two mesh axes.
         is_kept_by_user: whether the last forward keeps gradients because those two say so, and until they do not.
+        awaited: with optimizers that step in the backward, how many reads and compiled graphs of this step have their
+            backwards before them.
         key: another for every shard in the process, and for every schedule that it was given.
     """
 
@@ -100,6 +118,7 @@ class FlatShard:
     reduces: bool = True
     all_reduces: bool = True
     is_kept_by_user: bool = False
+    awaited: int = 0
     key: str = dataclasses.field(default_factory=map(str, itertools.count(1)).__next__)
 
     def __post_init__(self) -> None:
@@ -165,11 +184,15 @@ class FlatShard:
         if flat is None:
             return  # autograd calls hooks of a leaf that takes part and gets none, too: one whose gradients are kept
         received, self.received = self.received, set()
+        self.give(flat, received, self.take_kept())
+
+    def take_kept(self) -> set[int]:
+        """The offsets of what earlier steps have kept, if a backward has taken that along: it is over then."""
         kept: set[int] = set()
         if self.accumulation is not None and self.accumulation.is_taken:
             kept |= self.accumulation.offsets
             self.accumulation.clear()
-        self.give(flat, received, kept)
+        return kept
 
     def give(self, flat: torch.Tensor, received: set[int], kept: set[int]) -> None:
         """Views of `flat` to the parameters at these offsets: what a step has kept, to parameters frozen since, too."""
@@ -256,6 +279,11 @@ class FlatShard:
     def agreement(self) -> Agreement | None:
         """Between the ranks of its model, once that is complete."""
         return None if self.sharding is None else self.sharding.agreement
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a hook of the user's sees the gradient of a parameter, and may keep it."""
+        return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in self.parameters)
 
     @property
     def has_accumulated(self) -> bool:

@@ -17,6 +17,7 @@ from .collectives import OnAnyRank, reduce_packed, running_alone
 from .flat_shard import Divisor, FlatShard, Shards
 from .guard import check_after_backward
 from .modules import not_captured
+from .updates import step_after_backward
 
 
 @not_captured
@@ -50,6 +51,7 @@ def note_gradients_of(shard: FlatShard, offsets: Iterable[int], *, is_kept: bool
         if shard.is_kept_by_user and not shard.keeps_gradients:  # said between the forward and this
             _reduce_leftovers_after_backward(shard.sharding)
     elif not is_kept:
+        step_after_backward(shard.sharding)
         shard.received.update(offsets)
         _reduce_leftovers_after_backward(shard.sharding)
 
@@ -71,6 +73,7 @@ def _reduce_leftovers_after_backward(sharding: Shards) -> None:
 
         def finish() -> None:
             sharding.is_finishing = False
+            step_after_backward(sharding)
             reduce_leftovers(sharding)
 
         torch.autograd.Variable._execution_engine.queue_callback(finish)
@@ -112,19 +115,10 @@ def groups_over(shards: Iterable[FlatShard]) -> list[str]:
 
 
 def watch_whole(sharding: Shards) -> None:
-    """With a single rank, before a forward: gradients of whole parameters are divided and checked as those of shards.
+    """With a single rank, before a forward: whole parameters are divided, checked and updated as those of shards are.
 
-    Nothing else sees them. What divides comes before the user's hooks (private, as of torch 2.11 to 2.15).
+    Nothing else sees their gradients. What divides comes before the user's hooks (private, as of torch 2.11 to 2.15).
     """
-
-    def dividing(divisor: Divisor) -> Callable[[torch.Tensor], torch.Tensor]:
-        def divide(gradient: torch.Tensor) -> torch.Tensor:
-            return torch.div(gradient, divisor.value)
-
-        return divide
-
-    def check(_: torch.Tensor) -> None:
-        check_after_backward(sharding)
 
     def is_new(parameter: nn.Parameter, hook: str) -> bool:
         known = len(sharding.watched)
@@ -136,10 +130,24 @@ def watch_whole(sharding: Shards) -> None:
             continue
         divisor = sharding.divisors.get(parameter)
         if divisor is not None and divisor.value != 1 and is_new(parameter, "divide"):
-            handle = parameter.register_hook(dividing(divisor))
+            handle = parameter.register_hook(_dividing(divisor))
             parameter._backward_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
         if sharding.checks_gradients and is_new(parameter, "check"):
-            parameter.register_post_accumulate_grad_hook(check)
+            parameter.register_post_accumulate_grad_hook(lambda _: check_after_backward(sharding))
+        if sharding.updates is not None and is_new(parameter, "step"):
+            parameter.register_post_accumulate_grad_hook(lambda _: _step_whole(sharding))
+
+
+def _dividing(divisor: Divisor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def divide(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.div(gradient, divisor.value)
+
+    return divide
+
+
+def _step_whole(sharding: Shards) -> None:
+    if sharding.updates is not None and not sharding.updates.is_kept:
+        step_after_backward(sharding)
 
 
 def carry_hooks(original: nn.Parameter, sharded: nn.Parameter) -> None:

@@ -114,6 +114,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
     ctx.shard, ctx.accumulated, ctx.gradient, ctx.arguments = *inputs[:3], inputs[3:]
     # How `dependence.py` knows a read of a parameter, and whether there is a gradient.
     ctx.fsdp_slot = None if ctx.gradient == "none" else (inputs[3], inputs[5])
+    if (shard := shard_of(ctx.shard)) is not None and ctx.gradient != "none":
+        shard.awaited += 1
 
 
 def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -142,6 +144,8 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         with running_alone(f"the reduction of the gradient of {parameter}", _agreement_of(ctx.shard), *groups):
             of_shard = torch.ops.fsdp.reduce_gradient([gradient], accumulated, *slot, *result, *reduction)
     note_gradients(ctx.shard, [offset], is_kept=ctx.gradient == "keep")
+    if (shard := shard_of(ctx.shard)) is not None:
+        shard.awaited -= shard.awaited > 0
     return (of_shard, of_accumulated, None, *[None] * len(ctx.arguments))
 
 

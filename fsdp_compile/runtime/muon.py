@@ -52,11 +52,12 @@ _Owners = Sequence[Sequence[int]]
 
 def step_by_owners(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before every step: see that torch.optim.Muon orthogonalizes sharded matrices on one rank each."""
-    if _is_known_muon(optimizer) and "_init_group" not in vars(optimizer):
+    if is_muon(optimizer) and "_init_group" not in vars(optimizer):
         after_init_group(optimizer, _step_sharded)
 
 
-def _is_known_muon(optimizer: optim.Optimizer) -> bool:
+def is_muon(optimizer: optim.Optimizer) -> bool:
+    """Whether it is torch.optim.Muon, as it is known here."""
     if _zeropower_via_newtonschulz is None or type(optimizer) is not optim.Muon:
         return False
     arguments = inspect.signature(_zeropower_via_newtonschulz).parameters

@@ -61,17 +61,34 @@ def as_replica(model, buffers, call, *args):
     return found
 
 
-def compare(tree, is_double, options):
+def take_steps(model, expected, optimizers, in_backward):
+    """Of the sharded model, which has taken its step in the backward or takes it now, and of the unsharded one."""
+    if in_backward:
+        assert all(parameter.grad is None for parameter in model.parameters())
+        take_step(optimizers[1:])
+        assert_same_parameters(model, expected)
+    else:
+        assert_same_gradients(model, expected)
+        take_step(optimizers)
+
+
+def compare(tree, is_double, options, in_backward):
     torch.manual_seed(0)
     expected = RandomModel(tree, is_double)
     model = copy.deepcopy(expected)
     fsdp_compile(model, **options)
     optimizers = [sgd(each.parameters()) for each in (model, expected)]
+    if in_backward:
+        model.optimizer_in_backward(optimizers[0])
     buffers = buffers_of_ranks(expected)
     for step in range(3):
         loss = loss_of(model, dist.get_rank(), step)
         losses = [as_replica(expected, own, loss_of, expected, rank, step) for rank, own in enumerate(buffers)]
-        assert_same_step(model, expected, loss, losses, optimizers)
+        assert_close(loss, losses[dist.get_rank()])
+        if loss.requires_grad:
+            loss.backward()
+            torch.stack(losses).mean().backward()
+        take_steps(model, expected, optimizers, in_backward)
     assert_same_parameters(model, expected)
     assert_close(list(model.buffers()), buffers[dist.get_rank()])
 
@@ -80,13 +97,15 @@ NUM_HEADS = 3
 TAKEN = st.lists(st.integers(0, NUM_HEADS + 1), min_size=1, max_size=3, unique=True)  # by the loss of one rank
 
 
-def compare_micro_batches(tree, steps, options):
+def compare_micro_batches(tree, steps, options, in_backward):
     """Steps of two micro-batches, the first of them kept; `steps` are a seed of what is frozen, and what is taken."""
     torch.manual_seed(0)
     expected = HeadedModel(tree, NUM_HEADS)
     model = copy.deepcopy(expected)
     fsdp_compile(model, **options)
     optimizers = [sgd(each.parameters()) for each in (model, expected)]
+    if in_backward:
+        model.optimizer_in_backward(optimizers[0])
     rank, world_size = dist.get_rank(), dist.get_world_size()
     buffers = buffers_of_ranks(expected)
 
@@ -104,8 +123,7 @@ def compare_micro_batches(tree, steps, options):
             torch.stack(losses).mean().backward()
             for each in (model, expected):
                 each.freeze(seed + index)
-        assert_same_gradients(model, expected)
-        take_step(optimizers)
+        take_steps(model, expected, optimizers, in_backward)
     assert_same_parameters(model, expected)
 
 
@@ -114,10 +132,13 @@ def compare_micro_batches(tree, steps, options):
     tree=trees(with_dropout=False),
     steps=st.lists(st.tuples(st.integers(0, 99), st.lists(TAKEN, min_size=1, max_size=3)), min_size=2, max_size=2),
     options=options(),
+    in_backward=st.booleans(),
 )
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_outputs_are_left_out_and_parameters_are_frozen_between_micro_batches(world_size, tree, steps, options):
-    run_on_ranks(world_size, compare_micro_batches, tree, steps, options)
+def test_outputs_are_left_out_and_parameters_are_frozen_between_micro_batches(
+    world_size, tree, steps, options, in_backward
+):
+    run_on_ranks(world_size, compare_micro_batches, tree, steps, options, in_backward)
 
 
 def compare_retries(tree, part, sizes):
@@ -168,7 +189,7 @@ def test_a_loop_that_goes_on_with_fewer_rows_trains_as_it_does_unsharded(world_s
 
 
 @settings(max_examples=25 if IS_THOROUGH else 3, suppress_health_check=list(HealthCheck))
-@given(tree=trees(with_dropout=False), is_double=st.booleans(), options=options())
+@given(tree=trees(with_dropout=False), is_double=st.booleans(), options=options(), in_backward=st.booleans())
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_random_model_trains_as_it_does_unsharded(world_size, tree, is_double, options):
-    run_on_ranks(world_size, compare, tree, is_double, options)
+def test_a_random_model_trains_as_it_does_unsharded(world_size, tree, is_double, options, in_backward):
+    run_on_ranks(world_size, compare, tree, is_double, options, in_backward)

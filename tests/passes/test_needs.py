@@ -20,6 +20,7 @@ from fsdp_compile.passes.overlap_copies import OverlapCopies
 from fsdp_compile.passes.pin_matmuls import PinMatmuls
 from fsdp_compile.passes.plan import Gather
 from fsdp_compile.passes.prefetch_all_gather import PrefetchAllGather
+from fsdp_compile.passes.update_in_backward import UpdateInBackward
 from tests.passes.tracing import REDUCTION, Drawing, Pictures
 
 
@@ -206,6 +207,19 @@ up.weight calls fsdp.unshard: run InsertAllGather first
         graph = drawing.returns(reduced(drawing, drawing.input("gradient", 4, 4)))
         self.assertExpectedInline(
             self.refused(graph, OverlapCopies()),
+            """\
+up.grad calls fsdp.reduce_gradient: run InsertReduceScatter first
+  gradient: f32[4,4], an input
+> up.grad: f32[8] = fsdp.reduce_gradient([gradient], [0])
+  return [up.grad]""",
+        )
+
+    def test_update_in_backward_needs_gathers_and_reductions(self):
+        drawing = Drawing()
+        graph = drawing.returns(reduced(drawing, drawing.input("gradient", 4, 4)))
+        message = self.refused(graph, UpdateInBackward())
+        self.assertExpectedInline(
+            message,
             """\
 up.grad calls fsdp.reduce_gradient: run InsertReduceScatter first
   gradient: f32[4,4], an input
