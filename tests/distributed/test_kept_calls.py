@@ -31,15 +31,18 @@ class Start:
     num_found: int
 
 
-def start(cache, name="gpt", **options):
+def start(cache, in_backward=False, **options):
     """Two steps of a job whose ranks keep what they compile in this folder."""
     before = os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["XDG_CACHE_HOME"]
     os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["XDG_CACHE_HOME"] = str(cache / "inductor"), str(cache / "user")
     try:
         torch._dynamo.reset()
         found = counters["aot_autograd"]["autograd_cache_hit"]
-        model = fsdp_compile(build(name), backend="inductor", **options)
-        losses = train(model, sgd(model.parameters()), range(2))
+        model = fsdp_compile(build("gpt"), backend="inductor", **options)
+        optimizer = sgd(model.parameters())
+        if in_backward:
+            model.optimizer_in_backward(optimizer)
+        losses = train(model, optimizer, range(2))
         parameters = [parameter.to_local().detach().clone() for parameter in model.parameters()]
         plan = model.graphs[-1].plan
         return Start(losses, parameters, plan, counters["aot_autograd"]["autograd_cache_hit"] - found)
@@ -53,13 +56,20 @@ def assert_same(start, other):
     assert start.plan == other.plan
 
 
-@pytest.mark.parametrize("options", [{}, {"hardware": SLOW}], ids=["plain", "planned"])
+@pytest.mark.parametrize("options", [{}, {"hardware": SLOW}, {"in_backward": True}], ids=str)
 @on_ranks(2)
 def test_a_second_start_trains_as_the_first(world_size, options, cache):
     first, second = start(cache, **options), start(cache, **options)
     assert (first.num_found, second.num_found) == (0, 1)
     assert_same(first, second)
-    assert (first.plan is None) == (not options)
+    assert (first.plan is not None) == ("hardware" in options)
+
+
+@on_ranks(2)
+def test_a_start_whose_optimizer_steps_in_the_backward_does_not_take_the_call_of_one_that_does_not(world_size, cache):
+    first, second = start(cache), start(cache, in_backward=True)
+    assert second.num_found == 0
+    torch.testing.assert_close(second.losses, first.losses)
 
 
 @pytest.mark.parametrize("loser", [0, 1])
