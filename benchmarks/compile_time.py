@@ -7,7 +7,7 @@ Every first start is a job with an empty cache of compiled code, of profiles and
 first left there. A job is one rank of 8 that sends nothing, or as many ranks on this machine as `--ranks` says. The
 first step includes sharding, capture, our passes, Inductor, and the C++ compiler. Of it, passes are what fsdp_compile
 does to captured graphs (torch's partitioner, which torch.compile runs too, is not in it). Processor seconds are those
-of the whole machine.
+of all processes of the job, from sharding to the end of the first step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BASELINE = "single-compiled"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Of a job: seconds to the first step, of the slowest rank; of processors; and of passes, of the first rank."""
+    """Of a job: seconds to the first step, of the slowest rank; of processors, of all; of passes, of the first rank."""
 
     first: float
     processors: float
@@ -39,30 +39,20 @@ class Start:
 def start(name: str, layers: int, ranks: int, folder: Path, options: argparse.Namespace) -> Start:
     team = real_ranks(name, folder, ranks) if ranks else one_rank(name, folder, options.world_size)
     arguments = {"layers": layers, "dim": options.dim, "batch": 2}
-    before = processor_seconds()
     try:
         replies = team.ask({"subject": name, "workload": "gpt", "arguments": arguments, "warm_up": 0})
     except Failed as e:
         raise SystemExit(f"{name}, {layers} layers: {e}") from None
     finally:
         team.stop()
-    spent = processor_seconds() - before
-    return Start(max(reply["first"] for reply in replies), spent, replies[0]["passes"])
+    processors = sum(reply["processors"] for reply in replies)
+    return Start(max(reply["first"] for reply in replies), processors, replies[0]["passes"])
 
 
 def real_ranks(name: str, folder: Path, ranks: int) -> Team:
     """A job of some ranks that talk through gloo."""
     command = [sys.executable, str(RANK), "--library", str(folder / LIBRARY)]
     return on_this_machine(command, ranks, folder / f"{name}.log", TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"))
-
-
-def processor_seconds() -> float:
-    """What the processors of this machine have worked since it started; 0 where there is no /proc."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    user, nice, system, _, _, irq, softirq, *_ = map(int, stat.read_text().splitlines()[0].split()[1:])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def starts(name: str, layers: int, ranks: int, options: argparse.Namespace) -> tuple[Start, Start]:
@@ -93,6 +83,7 @@ def cells(
         "processor s": f"{spread([each.processors for each, _ in found])['median']:.1f}",
         "passes s": f"{passes:.2f}",
         "second start s": f"{spread([each.first for _, each in found])['median']:.1f}",
+        "its processor s": f"{spread([each.processors for _, each in found])['median']:.1f}",
     }
 
 

@@ -10,7 +10,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,17 @@ class Rank:
 
     def start(self, subject: str, workload: str, arguments: Reply, warm_up: int = _WARM_UP, **options: Any) -> Reply:
         """Train for the first time: what that took, the loss after the warm-up, and what `steps` finds."""
+        before = processor_seconds()
         with timing_passes() as seconds:
             training = Training(SUBJECTS[subject], WORKLOADS[workload](**arguments), self.allocation, **options)
+        spent = processor_seconds() - before
         self.training = training
         for _ in range(warm_up):
             training.step()
         self.allocation.reset()
         return {
             "first": training.first_step,
+            "processors": spent,
             "loss": training.loss.item(),
             "parameters": training.parameter_bytes,
             "passes": seconds["passes"],
@@ -77,6 +80,19 @@ class Rank:
         if training.device.type == "cuda":
             torch.cuda.empty_cache()  # others are next
         return found
+
+
+def processor_seconds() -> float:
+    """Of this process and of those that it has started, compilers included; 0 where there is no /proc."""
+    processes: dict[int, tuple[int, float]] = {}  # its parent, and what it has spent, with children that have ended
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            processes[int(stat.parent.name)] = int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    found = [os.getpid()]
+    for parent in found:
+        found += [process for process, (of, _) in processes.items() if of == parent]
+    return sum(processes[process][1] for process in found if process in processes)
 
 
 def predicted_peak(training: Training) -> int | None:
