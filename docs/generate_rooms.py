@@ -22,6 +22,7 @@ FROM_THE_TOP = (
     "integrations",
     "compat",
     "api",
+    "rewriting",
     "backend",
     "module",
     "report",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,53 +13,43 @@ from torch.utils._pytree import tree_map_only
 
 from .backend import CompileAs
 from .checks import is_auto
-from .compiler.capture import generate, inductor_options, trace
+from .compiler.capture import inductor_options
 from .compiler.options import CompileConfig
-from .compiler.traces import Trace, Traces
 from .costs.at_hand import hardware_at_hand
 from .costs.hardware import Hardware
 from .environment import initialise_from_environment, local_world_size
 from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
-from .layout.buckets import NO_AXIS, Axes, Axis, Placement, check_parameters, lay_out
 from .layout.distribution import distribution_mesh
-from .layout.placements import find_dims
-from .layout.precision import find_precision, install_casts
-from .layout.units import Unit, find_units
-from .module.adoption import adopt, adopted_parameters, check_mesh, check_not_ignored, common_mesh, sharded_parts
+from .module.adoption import adopt, check_mesh, common_mesh, sharded_parts
+from .module.decide import check_model, decide
 from .module.decision import (
     Decision,
     check_dense,
     check_distributed,
-    check_modules,
     compute_device,
     statement_of_decision,
 )
-from .module.newcomers import newcomers, owners_left, refuse
+from .module.newcomers import owners_left
 from .module.pretrained import mark_pretrained
-from .module.reading import reading_copy
 from .module.replacement import shard_parameters
 from .module.sharded_module import become_sharded
-from .module.sharding import leeway_of, note_sharding, pipeline_of, sharding_of
+from .module.sharding import note_sharding, sharding_of
 from .options import Options, options_of, taken, takes
-from .passes import metadata
-from .planning.step_plans import Goal, Planner
+from .planning.step_plans import Goal
 from .planning.strategies import (
     Choice,
-    WorldSize,
     best_strategy,
     candidates,
     check_example_inputs,
     first_ranks_choice,
 )
 from .progress import phase
+from .rewriting import Rewriter, rewrite_for
 from .runtime.agreement import agreement_of
 from .runtime.groups import device_of, mesh_beside, num_shards_of, resolve_mesh
 from .runtime.interruption import end_in_one_line
-from .runtime.meta import check_traced_on, off_meta, untouched
-from .runtime.wrappers import refuse_wrapped
-
-_MOST_RANKS = 2**31
+from .runtime.meta import off_meta
 
 
 @takes(Options, CompileConfig)
@@ -171,16 +159,6 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.
     return model
 
 
-def decide(model: nn.Module, options: Options) -> Decision:
-    """How a model is to be sharded, on any ranks; ConfigError if it cannot be, or not by these options."""
-    parameters = _check_model(model, options.ignored)
-    units = find_units(model, options.auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
-    options.schedule.check_globs([unit.name for unit in units])
-    precision = find_precision(model, options.mp_policy, _modules_of(units, model))
-    dims = find_dims(parameters, options.shard_placement_fn)
-    return Decision(options, parameters, units, precision, options.schedule, dim_of_parameter=dims)
-
-
 def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | None, decision: Decision) -> Decision:
     """The decision for the ranks that there are. Every rank calls this; they may initialise the process group."""
     options, device = decision.options, device_of(decision.parameters)
@@ -224,7 +202,7 @@ def _choose(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> tupl
     Returns:
         The mesh, the options with what was chosen, and why.
     """
-    device = device_of(_check_model(model, options.ignored))
+    device = device_of(check_model(model, options.ignored))
     if parts := sharded_parts(model):
         raise ConfigError(f"sharding_strategy='auto' is for a whole model, and {next(iter(parts))} is sharded already")
     hardware, is_given = options.schedule.hardware, mesh is not None or options.process_group is not None
@@ -313,122 +291,3 @@ def rewrite(
     goal = Goal(hardware, options.schedule.memory_budget, "inductor")
     rewriter = Rewriter(model, args, kwargs, options, device)
     return best_strategy(candidates(rewriter, world_size, goal, hardware.ranks_per_node), goal).graphs
-
-
-class Rewriter:
-    """Rewrites a call of a model for any strategy, number of ranks, and hardware, and traces it as seldom as it can.
-
-    The arguments are those of `rewrite_for`; the memory of the hardware is the budget.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: Options,
-        device: str | torch.device = "cpu",
-    ) -> None:
-        self._call, self._options, self._device = (model, args, kwargs), options, device
-        self._traces = Traces()
-
-    def __call__(
-        self, *, world_size: WorldSize, sharding_strategy: ShardingStrategy, hardware: Hardware | None = None
-    ) -> RewrittenGraphs:
-        options = dataclasses.replace(
-            self._options, sharding_strategy=sharding_strategy, hardware=hardware, memory_budget=None
-        )
-        return rewrite_for(*self._call, options, world_size, self._device, traces=self._traces)
-
-
-def rewrite_for(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-    world_size: object,
-    device: str | torch.device = "cpu",
-    before_compiling: Callable[[RewrittenGraphs], None] | None = None,
-    traces: Traces | None = None,
-) -> RewrittenGraphs:
-    """The graphs of a call of the model; tensors on the meta device become tensors of `device`.
-
-    Args:
-        before_compiling: is called with the graphs, which Inductor then compiles; without it, nothing is compiled.
-        traces: of this call, by these options for other strategies, ranks or hardware.
-    """
-    check_traced_on(device, model, (args, kwargs))
-    axes = _axes_of_size(world_size, options.strategy)
-    if isinstance(model, nn.Module) and (parts := sharded_parts(model)):
-        raise ConfigError(
-            f"rewrite takes a model that is not sharded, and {next(iter(parts))} is: look at its `graphs`"
-        )
-    decision = decide(model, options)
-    if axes.everyone.size > 1:
-        check_dense(model, set(decision.parameters.values()))
-    offload_from = torch.device(device) if options.offload.is_on else None
-    policies, dims = decision.precision.policy_of_parameter, decision.dim_of_parameter
-    placement = Placement(axes, options.reduction, policies, offload_from, dims)
-    layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
-    reshard = decision.with_shards(axes.shards.size).values()
-    parts_of_size = {size: metadata.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
-    schedule, names = decision.schedule, [unit.name for unit in decision.units]
-    open_options = schedule, names, axes.shards.size, parts_of_size, schedule.collective_lowering != "packed"
-    pipeline, plan = partial(pipeline_of, *open_options), None
-    if schedule.hardware is not None:
-        goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
-        plan = Planner(leeway_of(*open_options), goal).plan
-
-    def call() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        reading = reading_copy(model, layouts, device)
-        install_casts(reading, decision.precision)
-        return reading, *off_meta((args, kwargs), device)
-
-    def traced() -> Trace:
-        with untouched(device):
-            return trace(*call(), pipeline)
-
-    with phase("rewriting", of=type(model).__name__):
-        if before_compiling is None:
-            return (Traces() if traces is None else traces).of(layouts, traced).rewritten(pipeline, plan)
-        with untouched(device):
-            return generate(*call(), pipeline, plan, before_compiling)
-
-
-def _axes_of_size(world_size: object, strategy: ShardingStrategy) -> Axes:
-    sizes: Any = world_size if isinstance(world_size, tuple) and len(world_size) == 2 else (1, world_size)
-    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 < size < _MOST_RANKS for size in sizes):
-        raise ConfigError(f"world_size is a positive int (below 2**31) or a pair of them, not {world_size!r}")
-    everyone = Axis(sizes[0] * sizes[1], "shard" if sizes[0] == 1 else "world")
-    if strategy is ShardingStrategy.NO_SHARD:
-        return Axes(NO_AXIS, everyone, everyone)
-    return Axes(Axis(sizes[1], "shard"), Axis(sizes[0], "replicate") if sizes[0] > 1 else NO_AXIS, everyone)
-
-
-def _check_model(model: object, ignored: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The parameters to shard, by name; raises ConfigError for a model that cannot be sharded."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is an nn.Module, not {type(model).__name__}")
-    held = set(model.parameters())
-    for parameter in ignored:
-        if not isinstance(parameter, nn.Parameter) or parameter not in held:
-            found = f"a tensor of shape {tuple(parameter.shape)}" if torch.is_tensor(parameter) else repr(parameter)
-            raise ConfigError(f"ignored_params holds parameters of the model, and {found} is none")
-    parts = sharded_parts(model)
-    check_not_ignored(model, parts, ignored)
-    for name, part in parts.items():
-        came = newcomers(part, sharding_of(part).left)
-        refuse([f"{name}.{inner}" for inner, parameter in came.items() if parameter not in set(ignored)], name)
-    left_out = {*ignored, *adopted_parameters(model, parts)}
-    parameters = {name: value for name, value in model.named_parameters() if value not in left_out}
-    refuse_wrapped(model, set(parameters.values()))
-    distribution_mesh(parameters)  # raises for parameters that are distributed as none can be
-    check_parameters(parameters)
-    check_modules(model, set(parameters.values()))
-    return parameters
-
-
-def _modules_of(units: list[Unit], model: nn.Module) -> list[str]:
-    """The names of the modules that are units."""
-    names = {name for name, _ in model.named_modules()}
-    return [unit.name for unit in units if unit.name in names and not unit.is_run]

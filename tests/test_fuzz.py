@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import ConfigError, rewrite
-from fsdp_compile.api import Rewriter
 from fsdp_compile.costs import HARDWARE, Link, predict
 from fsdp_compile.options import Options
 from fsdp_compile.passes import ops, outline_blocks
 from fsdp_compile.planning.step_plans import Goal
+from fsdp_compile.rewriting import Rewriter
 from tests.passes.tracing import copy_of
 from tests.random_models import HeadedModel, RandomModel, Tiny, TinyUnit, schedules, tiny_units, trees
 from tests.simulation import Simulation
@@ -204,7 +204,7 @@ def test_a_plan_for_the_hardware_at_hand_is_no_slower_and_holds_no_more(tree, wo
         options = (
             {"hardware": hardware, "collective_lowering": "auto"} if planned else {"collective_lowering": "grouped"}
         )
-        with patch("fsdp_compile.api.Goal", partial(Goal, is_within_plain=True)):
+        with patch("fsdp_compile.rewriting.Goal", partial(Goal, is_within_plain=True)):
             graphs = rewrite(model, *model.inputs(2, 0), world_size=world_size, **options)
         found.append(predict(graphs, hardware))
     plan, plain = found

@@ -61,7 +61,7 @@ def test_a_plan_is_never_slower_than_no_plan(hardware):
 
 @pytest.mark.parametrize(("hardware", "is_planned"), [(FAST, False), (COSTLY, True)], ids=["fast", "costly"])
 def test_a_plan_that_nobody_asked_for_has_to_win_something(hardware, is_planned):
-    with patch("fsdp_compile.api.Goal", partial(Goal, is_within_plain=True)):
+    with patch("fsdp_compile.rewriting.Goal", partial(Goal, is_within_plain=True)):
         graphs = planned(build("gpt"), hardware)
     assert (graphs.plan is not None) == is_planned
     assert planned(build("gpt"), hardware).plan is not None

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.tensor import Shard
 
-from fsdp_compile import api, rewrite
+from fsdp_compile import rewrite, rewriting
 from fsdp_compile.costs import HARDWARE
 from fsdp_compile.costs.predict import predict
 from fsdp_compile.options import Options
@@ -62,8 +62,8 @@ def text_of(graphs):
 def num_traces(monkeypatch):
     """How often a call has been traced, as a list that grows."""
     found = []
-    trace = api.trace
-    monkeypatch.setattr(api, "trace", lambda *args: found.append(args) or trace(*args))
+    trace = rewriting.trace
+    monkeypatch.setattr(rewriting, "trace", lambda *args: found.append(args) or trace(*args))
     return found
 
 
@@ -76,7 +76,7 @@ def test_graphs_are_those_of_a_trace_of_their_own(name, with_gradients, num_trac
     hardware = options.get("hardware")
     with torch.set_grad_enabled(with_gradients):
         common = Options(**{"collective_lowering": "packed", "hardware": None, **options})
-        rewriter = api.Rewriter(model, inputs, {}, common)
+        rewriter = rewriting.Rewriter(model, inputs, {}, common)
         found = []
         for size, strategy in LAYOUTS:
             found.append(text_of(rewriter(world_size=size, sharding_strategy=strategy, hardware=hardware)))
@@ -93,7 +93,7 @@ def test_other_activations_are_split_from_the_same_trace(num_traces):
     inputs, options = model.inputs(8, 0), {"collective_lowering": "auto"}
     free = predict(rewrite(model, *inputs, world_size=2, hardware=hardware, **options), hardware).memory.peak
     hardware = dataclasses.replace(hardware, memory=int(0.85 * free.total))
-    rewriter = api.Rewriter(model, inputs, {}, Options(hardware=hardware, **options))
+    rewriter = rewriting.Rewriter(model, inputs, {}, Options(hardware=hardware, **options))
     for size in (3, 2):  # what the partitioner saves for 3 is not what it saves for 2
         shared = rewriter(world_size=size, sharding_strategy=FULL, hardware=hardware)
         own = rewrite(model, *inputs, world_size=size, hardware=hardware, **options)
@@ -106,7 +106,7 @@ def test_a_memory_budget_for_activations_that_the_user_has_set(num_traces):
     model = build("gpt")
     inputs, options = model.inputs(8, 0), {"collective_lowering": "packed", "hardware": None}
     with torch._functorch.config.patch(activation_memory_budget=0.5):
-        rewriter = api.Rewriter(model, inputs, {}, Options(**options))
+        rewriter = rewriting.Rewriter(model, inputs, {}, Options(**options))
         for size in (3, 2):
             shared = rewriter(world_size=size, sharding_strategy=FULL)
             assert text_of(shared) == text_of(rewrite(model, *inputs, world_size=size, **options))

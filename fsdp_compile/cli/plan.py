@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.fsdp import ShardingStrategy
 
-from ..api import Rewriter
 from ..checks import is_auto
 from ..costs.hardware import Hardware, find_hardware
 from ..costs.predict import Prediction, predict
@@ -23,6 +22,7 @@ from ..options import Options
 from ..planning.step_plans import Goal
 from ..planning.strategies import best_strategy, candidates
 from ..report import Schedule, page
+from ..rewriting import Rewriter
 from .models import load, made_on_meta
 
 _GIB = 2**30

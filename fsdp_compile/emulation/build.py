@@ -20,9 +20,9 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.virtualized import V
 from torch.distributed.distributed_c10d import GroupName
 
-from ..api import rewrite_for
 from ..graphs import RewrittenGraphs
 from ..options import Options
+from ..rewriting import rewrite_for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch._inductor import config
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
-from fsdp_compile import api
+from fsdp_compile import rewriting
 from fsdp_compile.compiler.capture import bucket_gradients
 from fsdp_compile.costs import predict
 from fsdp_compile.costs.hardware import find_hardware
@@ -102,14 +102,14 @@ def test_inference_keeps_its_schedule(model, options):
 @contextlib.contextmanager
 def tracing(prepare):
     """Inside, `prepare` may change the model that is traced."""
-    reading_copy = api.reading_copy
+    reading_copy = rewriting.reading_copy
 
     def reading(*args):
         found = reading_copy(*args)
         prepare(found)
         return found
 
-    with patch.object(api, "reading_copy", reading):
+    with patch.object(rewriting, "reading_copy", reading):
         yield
 
 
@@ -143,7 +143,7 @@ def test_accumulation_keeps_its_schedule(lowering):
 @contextlib.contextmanager
 def varying_rows():
     """Inside, models are traced for any number of rows."""
-    off_meta = api.off_meta
+    off_meta = rewriting.off_meta
 
     def marked(values, device):
         found = off_meta(values, device)
@@ -152,7 +152,7 @@ def varying_rows():
                 torch._dynamo.mark_dynamic(tensor, 0)
         return found
 
-    with patch.object(api, "off_meta", marked):
+    with patch.object(rewriting, "off_meta", marked):
         yield
 
 

@@ -1,0 +1,123 @@
+"""Rewriting: the graphs that a rank would compile for a call, on one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from .compiler.capture import generate, trace
+from .compiler.traces import Trace, Traces
+from .costs.hardware import Hardware
+from .errors import ConfigError
+from .graphs import RewrittenGraphs
+from .layout.buckets import NO_AXIS, Axes, Axis, Placement, lay_out
+from .layout.precision import install_casts
+from .module.adoption import sharded_parts
+from .module.decide import decide
+from .module.decision import check_dense
+from .module.reading import reading_copy
+from .module.sharding import leeway_of, pipeline_of
+from .options import Options
+from .passes import metadata
+from .planning.step_plans import Goal, Planner
+from .planning.strategies import WorldSize
+from .progress import phase
+from .runtime.meta import check_traced_on, off_meta, untouched
+
+_MOST_RANKS = 2**31
+
+
+class Rewriter:
+    """Rewrites a call of a model for any strategy, number of ranks, and hardware, and traces it as seldom as it can.
+
+    The arguments are those of `rewrite_for`; the memory of the hardware is the budget.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self._call, self._options, self._device = (model, args, kwargs), options, device
+        self._traces = Traces()
+
+    def __call__(
+        self, *, world_size: WorldSize, sharding_strategy: ShardingStrategy, hardware: Hardware | None = None
+    ) -> RewrittenGraphs:
+        options = dataclasses.replace(
+            self._options, sharding_strategy=sharding_strategy, hardware=hardware, memory_budget=None
+        )
+        return rewrite_for(*self._call, options, world_size, self._device, traces=self._traces)
+
+
+def rewrite_for(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    world_size: object,
+    device: str | torch.device = "cpu",
+    before_compiling: Callable[[RewrittenGraphs], None] | None = None,
+    traces: Traces | None = None,
+) -> RewrittenGraphs:
+    """The graphs of a call of the model; tensors on the meta device become tensors of `device`.
+
+    Args:
+        before_compiling: is called with the graphs, which Inductor then compiles; without it, nothing is compiled.
+        traces: of this call, by these options for other strategies, ranks or hardware.
+    """
+    check_traced_on(device, model, (args, kwargs))
+    axes = _axes_of_size(world_size, options.strategy)
+    if isinstance(model, nn.Module) and (parts := sharded_parts(model)):
+        raise ConfigError(
+            f"rewrite takes a model that is not sharded, and {next(iter(parts))} is: look at its `graphs`"
+        )
+    decision = decide(model, options)
+    if axes.everyone.size > 1:
+        check_dense(model, set(decision.parameters.values()))
+    offload_from = torch.device(device) if options.offload.is_on else None
+    policies, dims = decision.precision.policy_of_parameter, decision.dim_of_parameter
+    placement = Placement(axes, options.reduction, policies, offload_from, dims)
+    layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
+    reshard = decision.with_shards(axes.shards.size).values()
+    parts_of_size = {size: metadata.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
+    schedule, names = decision.schedule, [unit.name for unit in decision.units]
+    open_options = schedule, names, axes.shards.size, parts_of_size, schedule.collective_lowering != "packed"
+    pipeline, plan = partial(pipeline_of, *open_options), None
+    if schedule.hardware is not None:
+        goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
+        plan = Planner(leeway_of(*open_options), goal).plan
+
+    def call() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        reading = reading_copy(model, layouts, device)
+        install_casts(reading, decision.precision)
+        return reading, *off_meta((args, kwargs), device)
+
+    def traced() -> Trace:
+        with untouched(device):
+            return trace(*call(), pipeline)
+
+    with phase("rewriting", of=type(model).__name__):
+        if before_compiling is None:
+            return (Traces() if traces is None else traces).of(layouts, traced).rewritten(pipeline, plan)
+        with untouched(device):
+            return generate(*call(), pipeline, plan, before_compiling)
+
+
+def _axes_of_size(world_size: object, strategy: ShardingStrategy) -> Axes:
+    sizes: Any = world_size if isinstance(world_size, tuple) and len(world_size) == 2 else (1, world_size)
+    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 < size < _MOST_RANKS for size in sizes):
+        raise ConfigError(f"world_size is a positive int (below 2**31) or a pair of them, not {world_size!r}")
+    everyone = Axis(sizes[0] * sizes[1], "shard" if sizes[0] == 1 else "world")
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Axes(NO_AXIS, everyone, everyone)
+    return Axes(Axis(sizes[1], "shard"), Axis(sizes[0], "replicate") if sizes[0] > 1 else NO_AXIS, everyone)
