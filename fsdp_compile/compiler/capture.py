@@ -3,7 +3,7 @@
 `compile_fx` brings a Dynamo graph to a joint graph, runs Inductor's passes on it, and hands it to our partitioner,
 which runs the pipeline and returns forward and backward in schedule order; then it compiles each. Private torch API, as
 of torch 2.11 to 2.15: `compile_fx` and its `inner_compile` hook, `custom_partitioner_fn`, Inductor's configuration,
-`boxed_nop`, and how a module calls its compiled form.
+`boxed_nop`, graph modules whose code is generated late, and how a module calls its compiled form.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 from ..dependence import Paths
 from ..errors import CaptureError, ConfigError, PassError, RankError, VerifyError
@@ -231,8 +232,17 @@ class _Splits:
         self.pipeline.merge(copied)
         if self.layout is not None:
             self.layout.change_graph(copied.graph)
-        with torch._functorch.config.patch(setting):
-            return Halves.of(copied, self.num_fwd_outputs, self.static_inputs)
+        with torch._functorch.config.patch(setting), _use_lazy_graph_module(True):
+            return _coded_late(Halves.of(copied, self.num_fwd_outputs, self.static_inputs))
+
+
+def _coded_late(halves: Halves) -> Halves:
+    """The same halves; their code, and that of copies of them, is generated when it is first asked for.
+
+    To generate it takes as long as several passes, and of most copies nobody asks for it.
+    """
+    forward, backward = map(_LazyGraphModule.from_graphmodule, (halves.forward, halves.backward))
+    return dataclasses.replace(halves, forward=forward, backward=backward)
 
 
 def activations_are_free() -> bool:
@@ -265,7 +275,7 @@ class Partitioner(CustomPartitionerFn):
             splits.of(None)  # by the settings of this compilation
             self.capture.on_trace(traced)
         if self.capture.plan is None:
-            plan, halves = None, pipeline.split(gm, num_fwd_outputs, static_inputs)
+            plan, halves = None, _coded_late(pipeline.split(gm, num_fwd_outputs, static_inputs))
         else:
             plan = self.capture.plan(traced.program, traced.draft)
             halves = splits.of(plan.activations if plan else None)

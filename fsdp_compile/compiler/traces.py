@@ -19,7 +19,7 @@ from ..dependence import Dependence
 from ..graphs import Draft, RewrittenGraphs
 from ..layout.buckets import NO_AXIS, Layout
 from ..passes import ops
-from ..passes.halves import DraftModule, Halves, copy_of
+from ..passes.halves import Halves, copy_of
 from ..passes.new_layout import NewLayout
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
@@ -87,8 +87,8 @@ class Trace:
     def draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
         """See `graphs.Draft`."""
         if isinstance(self.graph, torch.fx.GraphModule):
-            return RewrittenGraphs.of(pipeline.draft_inference(DraftModule.of(self.graph)))
-        return RewrittenGraphs.of(*pipeline.draft_halves(self.graph.of(activations).drafts()))
+            return RewrittenGraphs.of(pipeline.draft_inference(copy_of(self.graph)))
+        return RewrittenGraphs.of(*pipeline.draft_halves(self.graph.of(activations).copies()))
 
     def laid_out(self, layout: NewLayout, dependence: Dependence | None) -> Trace:
         """As it would have been traced with another layout, by which `dependence` names parameters."""
