@@ -29,6 +29,7 @@ from ..dependence import Paths
 from ..errors import CaptureError, ConfigError, PassError, RankError, VerifyError
 from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
+from ..passes.fewer_units import EqualUnits
 from ..passes.halves import Halves, copy_of
 from ..passes.new_layout import NewLayout
 from ..passes.pipeline import Pipeline
@@ -148,7 +149,7 @@ class Capture:
             traced = Trace(program("inference", gm.graph), gm)
             if self.on_trace is not None:
                 self.on_trace(traced)
-            plan = None if self.plan is None else self.plan(traced.program, traced.draft)
+            plan = None if self.plan is None else traced.plan(self.plan)
             self.on_graphs(RewrittenGraphs.of(self.pipeline(plan).rewrite_inference(gm), plan=plan))
 
     def _noting(
@@ -227,13 +228,34 @@ class _Splits:
             return self.layout.change_halves(self.traced.of(None).copies())
         # What the partitioner chooses within a budget depends on the sizes of shards, too.
         setting = {} if activations is None else {"activation_memory_budget": activations}
+        copied = self._merged()
+        with torch._functorch.config.patch(setting), _use_lazy_graph_module(True):
+            return _coded_late(Halves.of(copied, self.num_fwd_outputs, self.static_inputs))
+
+    def _merged(self) -> torch.fx.GraphModule:
+        """A copy of the joint graph in this layout, its unshards and gradients merged."""
         self.joint.graph.set_codegen(torch.fx.graph.CodeGen())  # that of trees as arguments warns when it is copied
         copied = copy_of(self.joint)
         self.pipeline.merge(copied)
         if self.layout is not None:
             self.layout.change_graph(copied.graph)
-        with torch._functorch.config.patch(setting), _use_lazy_graph_module(True):
-            return _coded_late(Halves.of(copied, self.num_fwd_outputs, self.static_inputs))
+        return copied
+
+    def shortened(self, num_units: int) -> tuple[_Splits, float] | None:
+        """The same with so many of the equal units, and the part of all units that these are with the others.
+
+        None where there are less than twice as many, or where units cannot be left out.
+        """
+        copied = self._merged()
+        equal = EqualUnits.of(copied.graph)
+        if equal is None or len(equal.names) < 2 * num_units:
+            return None
+        num_before = num_units // 2
+        num_skipped = len(equal.names) - num_units
+        if not equal.skip(num_before, num_before + num_skipped):
+            return None
+        part = 1 - num_skipped / equal.num_units
+        return dataclasses.replace(self, joint=copied, layout=None, traced=None, found={}), part
 
 
 def _coded_late(halves: Halves) -> Halves:
@@ -277,7 +299,7 @@ class Partitioner(CustomPartitionerFn):
         if self.capture.plan is None:
             plan, halves = None, _coded_late(pipeline.split(gm, num_fwd_outputs, static_inputs))
         else:
-            plan = self.capture.plan(traced.program, traced.draft)
+            plan = traced.plan(self.capture.plan)
             halves = splits.of(plan.activations if plan else None)
         forward, backward = self.capture.pipeline(plan).rewrite_halves(halves)
         self.gradients += bucket_gradients(backward.scheduled.graph)
