@@ -88,3 +88,19 @@ class RewrittenGraphs:
 Draft = Callable[[Pipeline, float | None], RewrittenGraphs]
 """The graphs that a pipeline makes of what was captured, with an activation memory budget (None: as it is set); neither
 lowered nor verified."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortDraft:
+    """Drafts of a program with fewer of its equal units.
+
+    Attributes:
+        part: of all units, those that are left.
+    """
+
+    draft: Draft
+    part: float
+
+
+Shorten = Callable[[int], ShortDraft | None]
+"""Drafts of the same program with so many of its equal units; None where it has less than twice as many."""

@@ -194,6 +194,17 @@ def is_random(node: torch.fx.Node) -> bool:
     return bool(given.get("dropout_p", 0.0) != 0.0)
 
 
+def erase_dead(graph: torch.fx.Graph) -> None:
+    """Erase what nobody reads and what computes for that alone.
+
+    `Graph.eliminate_dead_code` does the same, but also looks at each node that is read, which takes several times as
+    long.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
 def reorder(graph: torch.fx.Graph, key: Mapping[torch.fx.Node, Any]) -> None:
     """Put the nodes into the order of `key`, which must agree with the data flow; ties keep their order."""
     order = sorted(graph.nodes, key=key.__getitem__)

@@ -32,7 +32,7 @@ class ComputeEarly:
         refuse_calls(gm.graph, ops.REDUCE_GRADIENT, until="InsertReduceScatter")
         for value, readers in needed_late(gm.graph).items():
             with gm.graph.inserting_before(value.next):
-                stored = ops.call(gm.graph, ops.STORE, value, like=value)
+                stored = ops.call(gm.graph, ops.STORE, value, like=value, value=value.meta["val"])
             for reader in readers:
                 reader.replace_input_with(value, stored)
         position = analysis.positions(gm.graph)

@@ -36,7 +36,7 @@ class EndLives:
         for value in values_to_store(gm.graph):
             readers = [user for user in value.users if not ops.is_call(user, ops.FREE)]
             with gm.graph.inserting_before(value.next):
-                stored = ops.call(gm.graph, ops.STORE, value, like=value)
+                stored = ops.call(gm.graph, ops.STORE, value, like=value, value=value.meta["val"])
             for reader in readers:
                 reader.replace_input_with(value, stored)
 

@@ -65,25 +65,12 @@ class Halves:
         """The same with graphs of its own."""
         return dataclasses.replace(self, forward=copy_of(self.forward), backward=copy_of(self.backward))
 
-    def drafts(self) -> Halves:
-        """The same with graphs of its own, which do not run."""
-        return dataclasses.replace(self, forward=DraftModule.of(self.forward), backward=DraftModule.of(self.backward))
-
 
 def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same module around a copy of its graph."""
-    return torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
-
-
-class DraftModule(torch.fx.GraphModule):
-    """A copy to look at: generating its code would take longer than most passes."""
-
-    @classmethod
-    def of(cls, gm: torch.fx.GraphModule) -> DraftModule:
-        return cls(gm, copy.deepcopy(gm.graph))
-
-    def recompile(self) -> Any:
-        return None
+    """The same module around a copy of its graph; its code is generated when that of the module is, at once or late."""
+    of_module: Any = type(gm).__base__  # every graph module has a class of its own
+    copied: torch.fx.GraphModule = of_module(gm, copy.deepcopy(gm.graph))
+    return copied
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ class InsertAllGather:
                 _gather_one(gm.graph, buckets[0], is_grouped and not buckets[0].is_parted)
             else:
                 _gather_together(gm.graph, buckets, is_grouped)
-        gm.graph.eliminate_dead_code()
+        analysis.erase_dead(gm.graph)
 
     def _gathers(self, buckets: list[GatheredBucket]) -> list[tuple[list[GatheredBucket], bool]]:
         """What is gathered at once, and whether grouped, in the order of first use."""
@@ -96,7 +96,7 @@ def _gathered(
     """The gathered buffer, ready."""
     gather, sent = (ops.ALL_GATHER_GROUPED, shards) if is_grouped else (ops.ALL_GATHER, shards[0])
     pending = ops.call(graph, gather, sent, name, like.num_gathered, like.group)
-    return ops.call(graph, ops.WAIT, pending)
+    return ops.call(graph, ops.WAIT, pending, value=pending.meta["val"])
 
 
 def _take_out(
@@ -109,7 +109,8 @@ def _take_out(
         )
         out = ops.VIEW_OUT if is_view else ops.COPY_OUT
         with graph.inserting_before(first_use):
-            full = ops.call(graph, out, buffer, parameter, offset + within, shape, world_size, like=unshard)
+            arguments = parameter, offset + within, shape, world_size
+            full = ops.call(graph, out, buffer, *arguments, like=unshard, value=unshard.meta["val"])
         unshard.replace_all_uses_with(full)
 
 

@@ -61,11 +61,11 @@ class InsertReduceScatter:
             else:
                 packed = ops.call(graph, ops.PACK, *gradients, world_size, dtype, like=node)
                 pending = ops.call(graph, ops.REDUCE_SCATTER, packed, bucket, *axis, reduction, like=node)
-            result = ops.call(graph, ops.WAIT, pending, like=node)
+            result = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
         if replicas > 1:
             axis = replicas, replica_group
             pending = ops.call(graph, ops.ALL_REDUCE, result, bucket, *axis, reduction, like=node)
-            result = ops.call(graph, ops.WAIT, pending, like=node)
+            result = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
         return result
 
 

@@ -433,12 +433,18 @@ def is_conversion(node: torch.fx.Node) -> bool:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def call(graph: torch.fx.Graph, target: Any, *args: Any, like: torch.fx.Node | None = None) -> torch.fx.Node:
+def call(
+    graph: torch.fx.Graph, target: Any, *args: Any, like: torch.fx.Node | None = None, value: Any = None
+) -> torch.fx.Node:
     """Insert a call at the graph's insertion point, with its value computed from those of its arguments.
 
-    The call takes over the other metadata of `like`: the source line and the partitioner's tags.
+    The call takes over the other metadata of `like`: the source line and the partitioner's tags. A `value` that is
+    known, because another node has one of the same shape, dtype and device, is not computed: that takes longest.
     """
     node = graph.call_function(target, args)
+    if value is not None:
+        metadata.describe(node, value, like)
+        return node
     row = OPERATORS.get(target)
     compute = target if row is None or row.is_dispatched else row.fake  # the dispatcher would take twice as long
     with torch.no_grad():

@@ -143,7 +143,10 @@ def _reshard(halves: Halves, crossing: Crossing) -> None:
         metadata.note_shard(newly_saved[source], way)
         with backward.inserting_before(first_compute):
             arguments = newly_saved[source], *unshard.arguments
-            regained[root] = newly_saved[source] if is_kept else ops.call(backward, ops.UNSHARD, *arguments)
+            if is_kept:
+                regained[root] = newly_saved[source]
+            else:
+                regained[root] = ops.call(backward, ops.UNSHARD, *arguments, value=root.meta["val"])
     with backward.inserting_before(first_compute):
         for saved, taken in crossing.input_of_saved.items():
             taken.replace_all_uses_with(_recompute(backward, saved, regained))
@@ -188,6 +191,7 @@ def _regain_unshards(
     for full, unshard in unshard_of_input.items():
         with graph.inserting_before(first_compute):
             shard = shard_of_name[unshard.shard]
-            full.replace_all_uses_with(ops.call(graph, ops.UNSHARD, shard, *unshard.arguments))
+            regained = ops.call(graph, ops.UNSHARD, shard, *unshard.arguments, value=full.meta["val"])
+            full.replace_all_uses_with(regained)
         graph.erase_node(full)
-    graph.eliminate_dead_code()
+    analysis.erase_dead(graph)

@@ -3,7 +3,7 @@
 `compile_fx` brings a Dynamo graph to a joint graph, runs Inductor's passes on it, and hands it to our partitioner,
 which runs the pipeline and returns forward and backward in schedule order; then it compiles each. Private torch API, as
 of torch 2.11 to 2.15: `compile_fx` and its `inner_compile` hook, `custom_partitioner_fn`, Inductor's configuration,
-`boxed_nop`, and how a module calls its compiled form.
+`boxed_nop`, graph modules whose code is generated late, and how a module calls its compiled form.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 from ..dependence import Paths
 from ..errors import CaptureError, ConfigError, PassError, RankError, VerifyError
 from ..graphs import RewrittenGraphs
 from ..passes import analysis, ops
+from ..passes.fewer_units import EqualUnits
 from ..passes.halves import Halves, copy_of
 from ..passes.new_layout import NewLayout
 from ..passes.pipeline import Pipeline
@@ -275,13 +277,43 @@ class _Splits:
             return self.layout.change_halves(self.traced.of(None).copies())
         # What the partitioner chooses within a budget depends on the sizes of shards, too.
         setting = {} if activations is None else {"activation_memory_budget": activations}
+        copied = self._merged()
+        with torch._functorch.config.patch(setting), _use_lazy_graph_module(True):
+            return _coded_late(Halves.of(copied, self.num_fwd_outputs, self.static_inputs))
+
+    def _merged(self) -> torch.fx.GraphModule:
+        """A copy of the joint graph in this layout, its unshards and gradients merged."""
         self.joint.graph.set_codegen(torch.fx.graph.CodeGen())  # that of trees as arguments warns when it is copied
         copied = copy_of(self.joint)
         self.pipeline.merge(copied)
         if self.layout is not None:
             self.layout.change_graph(copied.graph)
-        with torch._functorch.config.patch(setting):
-            return Halves.of(copied, self.num_fwd_outputs, self.static_inputs)
+        return copied
+
+    def shortened(self, num_units: int) -> tuple[_Splits, float] | None:
+        """The same with so many of the equal units, and the part of all units that these are with the others.
+
+        None where there are less than twice as many, or where units cannot be left out.
+        """
+        copied = self._merged()
+        equal = EqualUnits.of(copied.graph)
+        if equal is None or len(equal.names) < 2 * num_units:
+            return None
+        num_before = num_units // 2
+        num_skipped = len(equal.names) - num_units
+        if not equal.skip(num_before, num_before + num_skipped):
+            return None
+        part = 1 - num_skipped / equal.num_units
+        return dataclasses.replace(self, joint=copied, layout=None, traced=None, found={}), part
+
+
+def _coded_late(halves: Halves) -> Halves:
+    """The same halves; their code, and that of copies of them, is generated when it is first asked for.
+
+    To generate it takes as long as several passes, and of most copies nobody asks for it.
+    """
+    forward, backward = map(_LazyGraphModule.from_graphmodule, (halves.forward, halves.backward))
+    return dataclasses.replace(halves, forward=forward, backward=backward)
 
 
 def activations_are_free() -> bool:
@@ -341,7 +373,7 @@ class Partitioner(CustomPartitionerFn):
             traced = Trace(program("inference", gm.graph), gm)
             if capture.on_trace is not None:
                 capture.on_trace(traced)
-            plan = None if capture.plan is None else capture.plan(traced.program, traced.draft)
+            plan = None if capture.plan is None else traced.plan(capture.plan)
             graphs = RewrittenGraphs.of(capture.pipeline(plan).rewrite_inference(gm), plan=plan)
             capture.on_graphs(graphs)
             self._write(graphs, traced.program)
@@ -358,9 +390,9 @@ class Partitioner(CustomPartitionerFn):
             splits.of(None)  # by the settings of this compilation
             self.capture.on_trace(traced)
         if self.capture.plan is None:
-            plan, halves = None, pipeline.split(gm, num_fwd_outputs, static_inputs)
+            plan, halves = None, _coded_late(pipeline.split(gm, num_fwd_outputs, static_inputs))
         else:
-            plan = self.capture.plan(traced.program, traced.draft)
+            plan = traced.plan(self.capture.plan)
             halves = splits.of(plan.activations if plan else None)
         forward, backward = self.capture.pipeline(plan).rewrite_halves(halves)
         self.gradients += bucket_gradients(backward.scheduled.graph)

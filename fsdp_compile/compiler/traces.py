@@ -16,17 +16,17 @@ from typing import Protocol
 import torch.fx
 
 from ..dependence import Dependence
-from ..graphs import Draft, RewrittenGraphs
+from ..graphs import Draft, RewrittenGraphs, ShortDraft, Shorten
 from ..layout.buckets import NO_AXIS, Layout
 from ..passes import ops
-from ..passes.halves import DraftModule, Halves, copy_of
+from ..passes.halves import Halves, copy_of
 from ..passes.new_layout import NewLayout
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
 
-MakePlan = Callable[[str, Draft], StepPlan | None]
-"""(program, draft) to the plan of a program; `step_plans.Planner.plan` explains both."""
+MakePlan = Callable[[str, Draft, Shorten], StepPlan | None]
+"""(program, draft, shorten) to the plan of a program; `step_plans.Planner.plan` explains them."""
 
 
 @contextmanager
@@ -58,6 +58,8 @@ class Splits(Protocol):
 
     def laid_out(self, layout: NewLayout) -> Splits: ...
 
+    def shortened(self, num_units: int) -> tuple[Splits, float] | None: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
@@ -78,17 +80,28 @@ class Trace:
     ) -> RewrittenGraphs:
         """The graphs that the pipeline makes of it, for the plan that is made of drafts."""
         with rewriting():
-            plan = None if make_plan is None else make_plan(self.program, self.draft)
+            plan = None if make_plan is None else self.plan(make_plan)
             if isinstance(self.graph, torch.fx.GraphModule):
                 return RewrittenGraphs.of(pipeline(plan).rewrite_inference(copy_of(self.graph)), plan=plan)
             halves = self.graph.of(plan.activations if plan else None).copies()
             return RewrittenGraphs.of(*pipeline(plan).rewrite_halves(halves), plan, self.dependence)
 
+    def plan(self, make_plan: MakePlan) -> StepPlan | None:
+        """What `make_plan` plans for it."""
+        return make_plan(self.program, self.draft, self.shorten)
+
+    def shorten(self, num_units: int) -> ShortDraft | None:
+        """See `graphs.Shorten`."""
+        if isinstance(self.graph, torch.fx.GraphModule) or (shortened := self.graph.shortened(num_units)) is None:
+            return None
+        splits, part = shortened
+        return ShortDraft(dataclasses.replace(self, graph=splits).draft, part)
+
     def draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
         """See `graphs.Draft`."""
         if isinstance(self.graph, torch.fx.GraphModule):
-            return RewrittenGraphs.of(pipeline.draft_inference(DraftModule.of(self.graph)))
-        return RewrittenGraphs.of(*pipeline.draft_halves(self.graph.of(activations).drafts()))
+            return RewrittenGraphs.of(pipeline.draft_inference(copy_of(self.graph)))
+        return RewrittenGraphs.of(*pipeline.draft_halves(self.graph.of(activations).copies()))
 
     def laid_out(self, layout: NewLayout, dependence: Dependence | None) -> Trace:
         """As it would have been traced with another layout, by which `dependence` names parameters."""

@@ -25,7 +25,7 @@ import torch.fx
 from torch.utils.flop_counter import flop_registry
 
 from ..passes import analysis, ops
-from ..runtime.shapes import traced_shape
+from ..runtime.shapes import is_symbolic, traced_shape
 from .arithmetic import largest
 from .hardware import Hardware
 
@@ -108,11 +108,12 @@ def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
             can_join = False
         if not is_kernel(node):
             continue
-        if is_light(node) and can_join and _is_fused_with(groups[-1][-1], node, compiler):
+        is_joining = is_light(node)
+        if is_joining and can_join and _is_fused_with(groups[-1][-1], node, compiler):
             groups[-1].append(node)
         else:
             groups.append([node])
-        can_join = is_light(node)
+        can_join = is_joining
     return [_kernel(group, compiler) for group in groups]
 
 
@@ -150,7 +151,7 @@ def flops_of(node: torch.fx.Node) -> float:
     packet = getattr(target, "overloadpacket", target)
     formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if formula is None:
-        return sum(extent.numel for extent in extents(_value(node))) if not ops.is_dialect(node) else 0
+        return 0 if ops.is_dialect(node) else _numel(_value(node))
     args, kwargs = torch.fx.map_arg((arguments, node.kwargs), lambda argument: _sized(argument.meta["val"]))
     if _is_attention(node):
         args = _with_all_heads(args)
@@ -210,7 +211,16 @@ def _value(node: torch.fx.Node) -> Any:
 
 def num_bytes(value: Any) -> int:
     """Bytes of a tensor, or of all tensors that an operator returns."""
+    if isinstance(value, torch.Tensor) and not is_symbolic(value):
+        return value.numel() * value.dtype.itemsize  # an `Extent` takes several times as long to make
     return sum(extent.num_bytes for extent in extents(value))
+
+
+def _numel(value: Any) -> Any:
+    """Elements of a tensor, or of all tensors that an operator returns."""
+    if isinstance(value, torch.Tensor) and not is_symbolic(value):
+        return value.numel()
+    return sum(extent.numel for extent in extents(value))
 
 
 def full_bytes(collective: torch.fx.Node) -> int:
@@ -243,6 +253,8 @@ def _dtype(nodes: Sequence[torch.fx.Node]) -> torch.dtype:
     """That of the largest tensor that is computed rather than copied, if any is; of an update, its gradient's."""
     computed = [node for node in nodes if not ops.is_dialect(node)] or nodes
     computed = [node.all_input_nodes[0] if ops.is_call(node, ops.UPDATE) else node for node in computed]
+    if len(computed) == 1 and isinstance(value := _value(computed[0]), torch.Tensor):
+        return value.dtype
     found = [extent for node in computed for extent in extents(_value(node))]
     return max(found, key=lambda extent: extent.traced_numel).dtype
 

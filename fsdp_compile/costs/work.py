@@ -15,7 +15,7 @@ import torch
 import torch.fx
 
 from ..graphs import RewrittenGraph, RewrittenGraphs
-from ..runtime.shapes import SYMBOLIC, hint
+from ..runtime.shapes import SYMBOLIC, hint, is_symbolic
 from .nodes import Compiler, Kernel, kernels_of
 
 
@@ -74,7 +74,7 @@ def _is_symbolic(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_is_symbolic, value))
     if isinstance(value, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+        return is_symbolic(value)
     return isinstance(value, SYMBOLIC)
 
 

@@ -4,6 +4,9 @@
 2. Its best plan, and the best one that keeps all units, are rewritten and predicted in full, and so is what the user
    asked for without a plan. The fastest that fits is taken.
 3. Where memory is what limits it, all of this is done again for programs that save less and compute more.
+
+Where units are equal, such as the layers of a transformer, and memory does not limit the speed, this is done for a
+program with few of them, and the whole program gets a plan of the kind that wins there.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from ..costs.memory import CATEGORIES
 from ..costs.nodes import Compiler
 from ..costs.predict import Prediction, bytes_text, predict
 from ..errors import ConfigError
-from ..graphs import Draft, RewrittenGraphs
+from ..graphs import Draft, RewrittenGraphs, ShortDraft, Shorten
 from ..passes import ops
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
@@ -31,6 +34,7 @@ MARGIN = 0.05
 """The part of a memory budget that plans leave: predictions of the peak are within so much of what is measured."""
 
 _UNDER_WAY = (2, 4)  # numbers of reductions at once that are tried besides one
+_EQUAL_UNITS = 6  # that are left of the equal ones in a short program
 _TRIES = 3  # limits that plans are made for, until one fits
 _SURE = 1.03  # what a plan that nobody asked for has to win: predictions are no better than that
 _WORTH_IT = 1.02  # what there has to be won for other activations to be tried: torch's partitioner takes long for them
@@ -90,11 +94,14 @@ class Found:
         return self.prediction.memory.peak.total
 
 
-def find_plan(draft: Draft, leeway: Leeway, goal: Goal, unplanned: RewrittenGraphs) -> Found:
+def find_plan(
+    draft: Draft, leeway: Leeway, goal: Goal, unplanned: RewrittenGraphs, shorten: Shorten | None = None
+) -> Found:
     """The fastest plan that fits, or what the user asked for where that is as fast.
 
     Args:
         unplanned: the graphs as they are without a plan.
+        shorten: see `graphs.Shorten`; without it, all is searched for in the whole program.
 
     Raises:
         ConfigError: no plan fits into a memory budget. Without one, what needs least is returned.
@@ -102,29 +109,14 @@ def find_plan(draft: Draft, leeway: Leeway, goal: Goal, unplanned: RewrittenGrap
     plain = Found(None, predict(unplanned, goal.hardware, compiler=goal.compiler))
     if goal.is_within_plain and plain.prediction.seconds <= _SURE * _of_the_model(plain.prediction):
         return plain
-    limit = plain.peak if goal.is_within_plain else goal.limit
-    program = _Program(draft, leeway, goal, limit)
-    step = program.step(None)
-    best = step.best(limit)
-    candidates = [plain, *program.planned(step, best, None)]
-    if leeway.activations and not goal.is_within_plain and _is_short(step, best, candidates, limit):
-        for activations in _ACTIVATIONS:
-            step = program.step(activations)
-            seconds = [found.prediction.seconds for found in candidates if found.peak <= limit]
-            if step.compute >= min(seconds, default=math.inf):
-                break  # what is computed again costs more than memory would gain; with fewer activations, even more
-            before, best = _seconds(best), step.best(limit)
-            if _seconds(best) > before:
-                break
-            candidates += program.planned(step, best, activations)
-            if before < _WORTH_IT * _seconds(best) < math.inf:
-                break  # another such step wins less
-    fitting = [found for found in candidates if found.peak <= limit]
-    if fitting:
-        fastest = min(found.prediction.seconds for found in fitting)
-        if goal.is_within_plain and plain.prediction.seconds <= _SURE * fastest:
-            return plain
-        return min((found for found in fitting if found.prediction.seconds <= SAME * fastest), key=lambda f: f.peak)
+    program = _Program(draft, leeway, goal, plain.peak if goal.is_within_plain else goal.limit)
+    may_keep_all = not goal.is_within_plain
+    short = shorten(_EQUAL_UNITS) if shorten and may_keep_all else None
+    found = None if short is None else program.as_in_short(plain, short)
+    candidates = program.candidates(plain, program.step(None)) if found is None else [plain, found]
+    if (best := program.best_of(candidates)) is not None:
+        is_lost = goal.is_within_plain and plain.prediction.seconds <= _SURE * best.prediction.seconds
+        return plain if is_lost else best
     least = min(candidates, key=lambda found: found.peak)
     if goal.memory_budget is not None:
         raise ConfigError(_what_is_missing(least, goal))
@@ -150,6 +142,61 @@ class _Program:
         """What the plan takes, predicted in full."""
         graphs = self.draft(self.leeway.pipeline(plan), plan.activations if plan else None)
         return Found(plan, predict(graphs, self.goal.hardware, compiler=self.goal.compiler))
+
+    def best_of(self, candidates: Sequence[Found]) -> Found | None:
+        """The fastest that fits; of those as fast, the one with the lowest peak. None if none fits."""
+        fitting = [found for found in candidates if found.peak <= self.limit]
+        fastest = min((found.prediction.seconds for found in fitting), default=0.0)
+        as_fast = [found for found in fitting if found.prediction.seconds <= SAME * fastest]
+        return min(as_fast, key=lambda found: found.peak, default=None)
+
+    def candidates(self, plain: Found, step: StepChains) -> list[Found]:
+        """`plain`, and plans that may be faster; `step` is what those for these activations are made from."""
+        best = step.best(self.limit)
+        found = [plain, *self.planned(step, best, None)]
+        if self.goal.is_within_plain or not self.leeway.activations or not _is_short(step, best, found, self.limit):
+            return found
+        for activations in _ACTIVATIONS:
+            step = self.step(activations)
+            seconds = [each.prediction.seconds for each in found if each.peak <= self.limit]
+            if step.compute >= min(seconds, default=math.inf):
+                break  # what is computed again costs more than memory would gain; with fewer activations, even more
+            before, best = _seconds(best), step.best(self.limit)
+            if _seconds(best) > before:
+                break
+            found += self.planned(step, best, activations)
+            if before < _WORTH_IT * _seconds(best) < math.inf:
+                break  # another such step wins less
+        return found
+
+    def as_in_short(self, plain: Found, short: ShortDraft) -> Found | None:
+        """What the whole program takes by the kind of plan that wins in the short one.
+
+        None where memory limits the speed: how much of what is kept, and what is computed again, then depends on all
+        units. The bytes that plans may use besides those of `plain` are shared out by units.
+        """
+        unplanned = short.draft(self.leeway.pipeline(None), None)
+        short_plain = Found(None, predict(unplanned, self.goal.hardware, compiler=self.goal.compiler))
+        limit = short_plain.peak + int(short.part * (self.limit - plain.peak))
+        program = dataclasses.replace(self, draft=short.draft, limit=limit)
+        step = program.step(None)
+        if step.with_kept(len(step.open_units), limit) is None:
+            return None
+        best = program.best_of(program.candidates(short_plain, step))
+        if best is None or best.plan is None:
+            return plain if best is short_plain else None
+        kind, keeps_all = best.plan, len(best.plan.kept) == len(step.always_kept) + len(step.open_units)
+        if kind.activations is not None or kind.reductions == 0:
+            return None
+        step = self.step(None)
+        estimate = step.with_kept(len(step.open_units), self.limit) if keeps_all else step.best(self.limit)
+        if estimate is None:
+            return None
+        plan = dataclasses.replace(estimate.plan, reductions=kind.reductions)
+        if not kind.forward and not kind.backward:
+            plan = dataclasses.replace(plan, forward=(), backward=())
+        found = self.found(plan)
+        return found if found.peak <= self.limit else None
 
     def planned(self, step: StepChains, best: Estimate | None, activations: float | None) -> list[Found]:
         """Plans for these activations: one that fits if there is any, and what else may be faster.
@@ -257,15 +304,17 @@ class Planner:
         leeway = self.leeway
         return self.goal, leeway.base, leeway.pipeline(None), leeway.forms, leeway.fixed, leeway.activations
 
-    def plan(self, program: str, draft: Draft) -> StepPlan | None:
+    def plan(self, program: str, draft: Draft, shorten: Shorten) -> StepPlan | None:
         """The plan of a program, which is the parameters that it reads in order, and whether it has a backward.
+
+        `draft` and `shorten` are explained by `graphs`.
 
         Raises:
             ConfigError: no plan fits into the memory budget, or for these shapes the one does not that was made.
         """
         if program not in self.plans:
             unplanned = draft(self.leeway.pipeline(None), None)
-            self._decide(program, self.statement(unplanned), lambda: self._made(draft, unplanned))
+            self._decide(program, self.statement(unplanned), lambda: self._made(draft, unplanned, shorten))
         plan = self.plans[program]
         if self.goal.memory_budget is not None:
             found = _Program(draft, self.leeway, self.goal, self.goal.limit).found(plan)
@@ -287,14 +336,14 @@ class Planner:
         self.plans[program] = StepPlan.from_json(made) if made else None
         self.undecided[program] = undecided
 
-    def _made(self, draft: Draft, unplanned: RewrittenGraphs) -> str:
+    def _made(self, draft: Draft, unplanned: RewrittenGraphs, shorten: Shorten) -> str:
         with phase("planning") as planning:
             name = name_of(unplanned, *self.conditions) if self.keeps else None
             is_kept, plan = (False, None) if name is None else kept_plan(name)
             if is_kept:
                 planning.remark = " (from the cache)"
             else:
-                plan = find_plan(draft, self.leeway, self.goal, unplanned).plan
+                plan = find_plan(draft, self.leeway, self.goal, unplanned, shorten).plan
                 if name is not None:
                     keep_plan(name, plan)
         return _text_of(plan)

@@ -1,6 +1,6 @@
 """Shapes: what symbolic sizes are, and were when they were traced.
 
-Private torch API, as of 2.11 to 2.15: `SymNode.hint`, `SymNode.expr`.
+Private torch API, as of 2.11 to 2.15: `SymNode.hint`, `SymNode.expr`, `Tensor._has_symbolic_sizes_strides`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ def hint(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | 
     return found if found is not None else value.node.pytype(_UNKNOWN)
 
 
+def is_symbolic(tensor: torch.Tensor) -> bool:
+    """Whether a size or a stride of a tensor is a symbol."""
+    return tensor._has_symbolic_sizes_strides
+
+
 def traced_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of a tensor when it was traced."""
+    if not is_symbolic(tensor):
+        return tuple(tensor.shape)
     return tuple(int(hint(size)) if isinstance(size, SYMBOLIC) else size for size in tensor.shape)
 
 
