@@ -35,7 +35,7 @@ _MADE_ANEW = {
     "running",
     "is_finishing",
     "is_checking",
-    "graphs",
+    "made",
     "compilations",
     "looked",
     "watched",

@@ -1,6 +1,7 @@
 """torch.save(model), torch.load, and averaged copies: other models, sharded and compiled as the one they come from."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -13,6 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from fsdp_compile import ConfigError, shard
 from fsdp_compile.compat import fully_shard
+from fsdp_compile.module import saving
+from fsdp_compile.module.sharding import Sharding
 from tests.distributed.training import (
     adamw,
     assert_close,
@@ -289,3 +292,8 @@ def test_an_averaged_model_equals_the_unsharded_one(world_size, name, kind):
         held_out = batch_of_rank(expected, 9)
         assert_close(average(*held_out), expected_average(*held_out))
     assert_same_parameters(model, expected)
+
+
+def test_what_is_not_saved_of_a_sharding_is_what_it_has():
+    """A field that was renamed would be pickled."""
+    assert {field.name for field in dataclasses.fields(Sharding)} >= saving._MADE_ANEW
