@@ -218,7 +218,7 @@ class ShardedModule(Reshards):
         sharding.reshard()
         self._refuse_if_together("copy")
         memo |= {id(mesh): mesh for mesh in (sharding.mesh, sharding.inner)}
-        memo |= {id(sharding.made): [], id(sharding.compilations): Compilations()}
+        memo[id(sharding.compilations)] = Compilations()
         memo |= {id(sharding.watched): set(), id(sharding.looked): weakref.WeakKeyDictionary()}
         memo |= {id(sharding.owns): [], id(sharding.schedules): [], id(sharding.post_optim_event): None}
         memo[id(sharding.schedule)] = dataclasses.replace(sharding.schedule, updates=None)

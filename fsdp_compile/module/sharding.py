@@ -48,6 +48,13 @@ class Looked(weakref.WeakKeyDictionary[nn.Module, int]):
         return type(self), ()
 
 
+class Made(list[Callable[[], RewrittenGraphs]]):
+    """What reads the graphs that were compiled in this process; a copy, or what is in a file, is empty."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Sharding(Shards):
     """What a sharded model knows besides: its schedule options, the graphs compiled so far.
@@ -77,7 +84,7 @@ class Sharding(Shards):
     parts: dict[int, metadata.Part] = dataclasses.field(default_factory=dict)
     running: Running = dataclasses.field(default_factory=Running)
     keeps_gradients: bool = False
-    made: list[Callable[[], RewrittenGraphs]] = dataclasses.field(default_factory=list)
+    made: Made = dataclasses.field(default_factory=lambda: Made())
     plans: dict[str, StepPlan | None] = dataclasses.field(default_factory=dict)
     undecided: dict[str, Statement] = dataclasses.field(default_factory=dict)
     compilations: Compilations = dataclasses.field(default_factory=Compilations)
