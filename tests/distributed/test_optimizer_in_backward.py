@@ -12,14 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from fsdp_compile import ConfigError, fsdp_compile
+from fsdp_compile import ConfigError, fsdp_compile, shard
 from fsdp_compile.passes import ops
 from tests.distributed.test_tensor_parallel import Net, by_sequence, by_tensor, root_mesh
 from tests.distributed.test_tensor_parallel import batch as batch_of_tensor_parallelism
 from tests.distributed.training import (
     assert_same_parameters,
     batch_of_rank,
-    both_front_ends,
     compiled,
     global_batch,
     hybrid_mesh,
@@ -179,8 +178,11 @@ def test_it_trains_as_the_unsharded_model(world_size, backend):
         torch.testing.assert_close(found, parameter, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"gpt"}))
-@both_front_ends
+@pytest.mark.parametrize(
+    ("name", "front_end"),
+    [*((name, compiled) for name in sorted(MODELS.keys() - {"gpt"})), ("odd_mlp", shard), ("called_twice", shard)],
+    ids=lambda value: value if isinstance(value, str) else "compiled" if value is compiled else "eager",
+)
 @on_ranks(2)
 def test_every_model(world_size, name, front_end):
     model = front_end(build(name))
