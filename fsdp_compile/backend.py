@@ -149,7 +149,7 @@ def compile_graph(
         agreed.running,
         generates_code,
         dict(config.options or {}),
-        keep=_keep(shardings, planner, on_found),
+        keep=_keep(shardings, planner, agreed, on_found),
     )
     return capture.compile(gm, example_inputs)
 
@@ -167,13 +167,15 @@ class _Facts:
     plan: StepPlan | None
 
 
-def _keep(shardings: list[Sharding], planner: Planner | None, on_found: Callable[[KeptCall], None]) -> Keep | None:
+def _keep(
+    shardings: list[Sharding], planner: Planner | None, agreed: _Agreed, on_found: Callable[[KeptCall], None]
+) -> Keep | None:
     """How calls are kept; None where passes of the user's own rewrite them, which may be others the next time."""
     if any(sharding.schedule.passes for sharding in shardings):
         return None
 
     def facts(graphs: RewrittenGraphs, program: str) -> _Facts:
-        return _Facts(Said.of(graphs), planner.undecided[program] if planner else [], graphs.plan)
+        return _Facts(agreed.said, planner.undecided[program] if planner else [], graphs.plan)
 
     def takes(call: KeptCall) -> bool:
         return planner is None or planner.takes(call.program, call.facts.undecided, call.facts.plan)

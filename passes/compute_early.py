@@ -22,14 +22,13 @@ import torch
 import torch.fx
 
 from . import analysis, ops
-from .errors import refuse_calls
+from .errors import refuse_unplaced
 
 
 @dataclasses.dataclass(frozen=True)
 class ComputeEarly:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
-        refuse_calls(gm.graph, ops.UNSHARD, ops.PART, until="InsertAllGather")
-        refuse_calls(gm.graph, ops.REDUCE_GRADIENT, until="InsertReduceScatter")
+        refuse_unplaced(gm.graph)
         for value, readers in needed_late(gm.graph).items():
             with gm.graph.inserting_before(value.next):
                 stored = ops.call(gm.graph, ops.STORE, value, like=value, value=value.meta["val"])

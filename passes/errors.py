@@ -30,6 +30,12 @@ def refuse_calls(graph: torch.fx.Graph, *targets: Any, until: str) -> None:
             raise pass_error(f"{printed_name(node)} calls {target_name(node)}: run {until} first", node)
 
 
+def refuse_unplaced(graph: torch.fx.Graph) -> None:
+    """Raise a `PassError` if gathers or reductions are yet to be put into the graph."""
+    refuse_calls(graph, ops.UNSHARD, ops.PART, until="InsertAllGather")
+    refuse_calls(graph, ops.REDUCE_GRADIENT, until="InsertReduceScatter")
+
+
 def required_wait(collective: torch.fx.Node) -> torch.fx.Node:
     """The wait for a collective; a `PassError` where there is none, or more than one."""
     waits = [user for user in collective.users if ops.is_call(user, ops.WAIT)]

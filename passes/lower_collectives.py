@@ -26,7 +26,7 @@ import torch
 import torch.fx
 
 from . import metadata, ops
-from .errors import refuse_calls
+from .errors import refuse_calls, refuse_unplaced
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -48,8 +48,7 @@ class LowerCollectives:
     poison: bool = dataclasses.field(default=False, metadata={"for": "debugging"})
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
-        refuse_calls(gm.graph, ops.UNSHARD, ops.PART, until="InsertAllGather")
-        refuse_calls(gm.graph, ops.REDUCE_GRADIENT, until="InsertReduceScatter")
+        refuse_unplaced(gm.graph)
         refuse_calls(gm.graph, ops.MOVE, until="OverlapCopies")
         lowering = _Lowering(gm.graph, self.poison)
         for node in list(gm.graph.nodes):

@@ -23,7 +23,7 @@ import torch
 import torch.fx
 
 from . import analysis, ops
-from .errors import refuse_calls
+from .errors import refuse_unplaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,7 @@ class OverlapCopies:
     pin_memory: bool = True
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
-        refuse_calls(gm.graph, ops.UNSHARD, ops.PART, until="InsertAllGather")
-        refuse_calls(gm.graph, ops.REDUCE_GRADIENT, until="InsertReduceScatter")
+        refuse_unplaced(gm.graph)
         on_cpu = []
         for move, end in ends_of_moves(gm.graph).items():
             source, device = move.args

@@ -18,7 +18,7 @@ import dataclasses
 import torch.fx
 
 from . import analysis, metadata, ops
-from .errors import refuse_calls
+from .errors import refuse_calls, refuse_unplaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,17 +28,15 @@ class UpdateInBackward:
     states: int = 2
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
-        refuse_calls(gm.graph, ops.UNSHARD, ops.PART, until="InsertAllGather")
-        refuse_calls(gm.graph, ops.REDUCE_GRADIENT, until="InsertReduceScatter")
+        refuse_unplaced(gm.graph)
         refuse_calls(gm.graph, ops.MOVE, until="OverlapCopies")
-        graph, position = gm.graph, analysis.positions(gm.graph)
+        graph, position, readers = gm.graph, analysis.positions(gm.graph), readers_of_shards(gm.graph)
         returned = analysis.outputs(graph)
-        found = {value: reduction for value in returned if (reduction := reduction_of(value)) is not None}
-        for gradient in sorted(
-            found, key=position.__getitem__, reverse=True
-        ):  # those with the same place stay in order
-            bucket, output = ops.argument(found[gradient], "bucket"), returned.index(gradient)
-            last = max([gradient, *readers_of_shard(graph, found[gradient])], key=position.__getitem__)
+        bucket_of = {value: bucket for value in returned if (bucket := bucket_of_gradient(value)) is not None}
+        # Backwards, so that those with the same place stay in order.
+        for gradient in sorted(bucket_of, key=position.__getitem__, reverse=True):
+            bucket, output = bucket_of[gradient], returned.index(gradient)
+            last = max([gradient, *readers.get(bucket, ())], key=position.__getitem__)
             while ops.is_call(last.next, ops.FREE, ops.STORE):
                 last = last.next
             with graph.inserting_before(last.next):
@@ -47,26 +45,33 @@ class UpdateInBackward:
         graph.output_node().args = (tuple(returned),)
 
 
-def reduction_of(gradient: torch.fx.Node | None) -> torch.fx.Node | None:
-    """What packs or reduces the gradients of a bucket, if `gradient` is the result of that, and on its device."""
+def bucket_of_gradient(gradient: torch.fx.Node | None) -> str | None:
+    """The bucket whose reduced gradient this is, on the device of the reduction; None for anything else."""
     node, is_reduced = gradient, False
     while node is not None and (ops.is_call(node, ops.WAIT, ops.CAST, ops.DIVIDE) or ops.is_reduction(node)):
         is_reduced |= ops.is_reduction(node)
         if ops.is_call(node, ops.REDUCE_SCATTER_GROUPED):
-            return node
+            return str(ops.argument(node, "bucket"))
         node = node.args[0]  # type: ignore[assignment]
-    return node if is_reduced and node is not None and ops.is_call(node, ops.PACK) else None
+    is_packed = is_reduced and node is not None and ops.is_call(node, ops.PACK)
+    return str(ops.argument(node, "bucket")) if is_packed else None  # type: ignore[arg-type]
 
 
-def readers_of_shard(graph: torch.fx.Graph, reduction: torch.fx.Node) -> list[torch.fx.Node]:
-    """What reads the memory of the shard whose gradients `reduction` packs: waits for its gathers, or its parameters'
-    readers, where it is not gathered."""
-    bucket, names = ops.argument(reduction, "bucket"), ops.argument(reduction, "parameters")
-    gathers = [node for node in graph.nodes if ops.is_all_gather(node) and bucket in ops.buckets_of(node)]
-    found = [ops.wait_of(gather) for gather in gathers]
-    if ops.argument(reduction, "world_size") == 1:
-        full = [node for node in graph.nodes if _parameter(node) in names]
-        found += [use for parameter in full for use in analysis.uses(parameter) if use.op != "output"]
+def readers_of_shards(graph: torch.fx.Graph) -> dict[str, list[torch.fx.Node]]:
+    """What reads the memory of the shards, by bucket: the waits for gathers, and where nothing is gathered, what reads
+    parameters."""
+    found: dict[str, list[torch.fx.Node]] = {}
+    whole: dict[str, str] = {}  # bucket by parameter, of those that are not sharded
+    for node in graph.nodes:
+        if ops.is_all_gather(node):
+            for bucket in ops.buckets_of(node):
+                found.setdefault(bucket, []).append(ops.wait_of(node))
+        elif ops.is_call(node, ops.PACK) and ops.argument(node, "world_size") == 1:
+            whole |= dict.fromkeys(ops.argument(node, "parameters"), ops.argument(node, "bucket"))
+    for node in graph.nodes if whole else ():
+        if (parameter := _parameter(node)) in whole:
+            uses = [use for use in analysis.uses(node) if use.op != "output"]
+            found.setdefault(whole[parameter], []).extend(uses)
     return found
 
 

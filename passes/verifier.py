@@ -19,7 +19,7 @@ from .merge_unshards import MergeUnshards
 from .overlap_copies import OverlapCopies
 from .partition_joint import PartitionJoint
 from .printer import excerpt, printed_name, target_name
-from .update_in_backward import UpdateInBackward, readers_of_shard, reduction_of
+from .update_in_backward import UpdateInBackward, readers_of_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,17 +221,15 @@ def _gradients(graph: torch.fx.Graph) -> None:
 
 
 def _updates_last(graph: torch.fx.Graph) -> None:
-    position: dict[torch.fx.Node, int] = {}
-    updated: dict[int, torch.fx.Node] = {}
-    for update in ops.updates(graph):
-        position = position or analysis.positions(graph)
+    if not (updates := ops.updates(graph)):
+        return
+    position, readers, returned = analysis.positions(graph), readers_of_shards(graph), analysis.outputs(graph)
+    updated: set[int] = set()
+    for update in updates:
         gradient: Any = update.args[0]
         output = ops.argument(update, "output")
-        is_returned = analysis.outputs(graph)[output] is not None
-        _require(not is_returned, "takes {}, which is returned as well", update, gradient)
+        _require(returned[output] is None, "takes {}, which is returned as well", update, gradient)
         _require(output not in updated, "takes {} a second time", update, gradient)
-        updated[output] = update
-        if (reduction := reduction_of(gradient)) is not None:
-            for reader in readers_of_shard(graph, reduction):
-                is_earlier = position[reader] < position[update]
-                _require(is_earlier, "updates a shard that {} reads after that", update, reader)
+        updated.add(output)
+        for reader in readers.get(ops.argument(update, "bucket"), ()):
+            _require(position[reader] < position[update], "updates a shard that {} reads after that", update, reader)
