@@ -70,7 +70,7 @@ def readers_of_shards(graph: torch.fx.Graph) -> dict[str, list[torch.fx.Node]]:
             whole |= dict.fromkeys(ops.argument(node, "parameters"), ops.argument(node, "bucket"))
     for node in graph.nodes if whole else ():
         if (parameter := _parameter(node)) in whole:
-            uses = [use for use in analysis.uses(node) if use.op != "output"]
+            uses = sorted(use for use in analysis.uses(node) if use.op != "output")
             found.setdefault(whole[parameter], []).extend(uses)
     return found
 
