@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import WORKLOADS
 
 import fsdp_compile.passes.halves as halves
-from fsdp_compile.compiler.capture import Partitioner
+from fsdp_compile.compiler.partitioner import Partitioner
 from fsdp_compile.costs import HARDWARE, predict
 
 _WARM_UP = 3

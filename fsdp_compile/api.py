@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from .backend import CompileAs
 from .checks import is_auto
-from .compiler.capture import inductor_options
+from .compiler.inductor_options import inductor_options
 from .compiler.options import CompileConfig
 from .costs.at_hand import hardware_at_hand
 from .costs.hardware import Hardware

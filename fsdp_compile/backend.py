@@ -12,7 +12,9 @@ import torch
 import torch.fx
 import torch.nn as nn
 
-from .compiler.capture import Capture, compile_module, inductor_options
+from .compiler.calls import compile_module
+from .compiler.capture import Capture
+from .compiler.inductor_options import inductor_options
 from .compiler.kept_calls import Keep, KeptCall
 from .compiler.options import CompileConfig
 from .compiler.statements import Said
@@ -145,10 +147,10 @@ def compile_graph(
         pipeline,
         planner.plan if planner else None,
         on_graphs,
-        backward,
-        agreed.running,
-        generates_code,
-        dict(config.options or {}),
+        backward=backward,
+        running=agreed.running,
+        generates_code=generates_code,
+        options=dict(config.options or {}),
         keep=_keep(shardings, planner, agreed, on_found),
     )
     return capture.compile(gm, example_inputs)

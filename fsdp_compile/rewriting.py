@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from .compiler.capture import generate, trace
+from .compiler.calls import generate, trace
 from .compiler.traces import Trace, Traces
 from .costs.hardware import Hardware
 from .errors import ConfigError

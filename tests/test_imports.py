@@ -75,7 +75,7 @@ def test_a_pass_imports_its_neighbours_relatively_and_nothing_of_the_front_end(p
 @pytest.mark.parametrize("path", [*PASSES, *FRONT_END], ids=in_repository)
 def test_private_parts_of_torch_are_imported_where_they_are_driven_or_emulated_only(path):
     names = imported(path) + [name for name in attributes(path) if is_within(name, PRIVATE_TORCH)]
-    is_allowed = path.name in ("capture.py", "policies.py") or path.parent.name in ("runtime", "emulation")
+    is_allowed = path.name == "policies.py" or path.parent.name in ("compiler", "runtime", "emulation")
     private = [name for name in names if is_private_torch(name) and name not in WITHOUT_A_PUBLIC_NAME]
     assert is_allowed or private == []
 

@@ -18,7 +18,7 @@ from ..graphs import RewrittenGraph, RewrittenGraphs
 from ..passes import ops
 from ..runtime.comparison import Line
 from ..runtime.places import Place
-from .capture import bucket_gradients
+from .partitioner import bucket_gradients
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*\n\s*(.*)')
 _SHOWN = 6  # units that a place names

@@ -7,11 +7,9 @@ and in the sizes of shards (`passes/new_layout.py`).
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch.fx
 
@@ -19,11 +17,13 @@ from ..dependence import Dependence
 from ..graphs import Draft, RewrittenGraphs, ShortDraft, Shorten
 from ..layout.buckets import NO_AXIS, Layout
 from ..passes import ops
-from ..passes.halves import Halves, copy_of
+from ..passes.halves import copy_of
 from ..passes.new_layout import NewLayout
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..progress import phase
+from .garbage import postponed
+from .splits import Splits
 
 MakePlan = Callable[[str, Draft, Shorten], StepPlan | None]
 """(program, draft, shorten) to the plan of a program; `step_plans.Planner.plan` explains them."""
@@ -31,15 +31,9 @@ MakePlan = Callable[[str, Draft, Shorten], StepPlan | None]
 
 @contextmanager
 def rewriting() -> Iterator[None]:
-    """Inside, Python's garbage collector waits: graphs are many small objects, and nearly all of them live on."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with phase("rewriting"):
-            yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    """Graphs are rewritten inside."""
+    with postponed(), phase("rewriting"):
+        yield
 
 
 def program(kind: str, graph: torch.fx.Graph) -> str:
@@ -49,16 +43,6 @@ def program(kind: str, graph: torch.fx.Graph) -> str:
     """
     read = [ops.argument(node, "parameter") for node in graph.nodes if ops.is_call(node, ops.UNSHARD)]
     return json.dumps([kind, *read])
-
-
-class Splits(Protocol):
-    """A joint graph in halves, for every activation memory budget that is asked for."""
-
-    def of(self, activations: float | None) -> Halves: ...
-
-    def laid_out(self, layout: NewLayout) -> Splits: ...
-
-    def shortened(self, num_units: int) -> tuple[Splits, float] | None: ...
 
 
 @dataclasses.dataclass(frozen=True)

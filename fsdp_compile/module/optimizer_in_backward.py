@@ -31,14 +31,19 @@ class OptimizerInBackward:
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
+        self._updates: Updates | None = None
         self.norm: torch.Tensor | None = None
+
+    def attach(self, updates: Updates) -> None:
+        """They step from now on."""
+        self._updates = self._sharding.updates = updates
 
     def remove(self) -> None:
         """Backwards leave gradients in `.grad` again, and nothing steps in them."""
         sharding = self._sharding
-        if sharding.updates is not None:
+        if self._updates is not None and sharding.updates is self._updates:  # not what was attached since
             sharding.updates = None
-            sharding.change_schedule(dataclasses.replace(sharding.schedule, updates=None))
+            sharding.change_schedule(sharding.schedule.without_updates())
 
 
 def step_in_backward(
@@ -62,7 +67,7 @@ def step_in_backward(
         optimizer.step() if scaler is None else scaler.step(optimizer)
 
     is_early = max_norm is None and scaler is None
-    sharding.updates = Updates(found, None if is_early else before_steps, step)
+    handle.attach(Updates(found, None if is_early else before_steps, step))
     states = [_num_states(optimizer) for optimizer in found if is_elementwise(optimizer)]
     if is_early and states:
         sharding.change_schedule(dataclasses.replace(sharding.schedule, updates=max(states)))

@@ -152,7 +152,7 @@ def save(model: nn.Module, protocol: int) -> tuple[Saved, list[torch.Tensor], li
     pickler = _Pickler(buffer, protocol, model)
     state = {field.name: getattr(sharding, field.name) for field in dataclasses.fields(sharding)}
     state = {name: value for name, value in state.items() if name not in _MADE_ANEW}
-    state["schedule"] = dataclasses.replace(sharding.schedule, updates=None)  # nothing steps in the backward of a copy
+    state["schedule"] = sharding.schedule.without_updates()  # nothing steps in the backward of a copy
     owns = [_saved_own(own, sharding) for own in sharding.owns]
     pickler.dump((model, state, local_reads(model), owns, *_taken_out(model)))
     shards = [SavedShard.of(shard) for shard in sharding.shards]

@@ -221,7 +221,7 @@ class ShardedModule(Reshards):
         memo[id(sharding.compilations)] = Compilations()
         memo |= {id(sharding.watched): set(), id(sharding.looked): weakref.WeakKeyDictionary()}
         memo |= {id(sharding.owns): [], id(sharding.schedules): [], id(sharding.post_optim_event): None}
-        memo[id(sharding.schedule)] = dataclasses.replace(sharding.schedule, updates=None)
+        memo[id(sharding.schedule)] = sharding.schedule.without_updates()
         copies = [shard.copy_into(memo) for shard in sharding.shards]
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn as nn
 
-from ..compiler.capture import activations_are_free
 from ..compiler.options import CompileConfig
+from ..compiler.splits import activations_are_free
 from ..compiler.statements import statement_of_graphs
 from ..graphs import RewrittenGraphs
 from ..passes import metadata

@@ -61,6 +61,10 @@ class ScheduleConfig:
     is_at_hand: bool = False
     updates: int | None = None
 
+    def without_updates(self) -> ScheduleConfig:
+        """The same, with no optimizer that steps in the backward."""
+        return dataclasses.replace(self, updates=None)
+
     @classmethod
     def of(
         cls,

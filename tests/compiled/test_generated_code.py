@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 
 from fsdp_compile import fsdp_compile
-from fsdp_compile.compiler.capture import _KEEP_SCHEDULE
+from fsdp_compile.compiler.inductor_options import KEEP_SCHEDULE
 from fsdp_compile.passes import ops
 from tests.models import build
 from tests.passes.tiny import Checkpointed
@@ -119,7 +119,7 @@ TURNED_ON = {  # whatever reorders nodes or collectives in some version of torch
     "_fuse_ddp_communication": True,
     "_micro_pipeline_tp": True,
 }
-HARMLESS = (  # matched by the pattern below, and they do nothing where what is in capture.py is off
+HARMLESS = (  # matched by the pattern below, and they do nothing where what is in inductor_options.py is off
     r"_fuse_ddp_(bucket_size|communication_passes)",
     r"aten_distributed_optimizations\.(?!allow_comms_decompositions|enable_(low|overlap|simple)).*",
     r"bucket_.*_(mode|determinator)",
@@ -131,13 +131,13 @@ HARMLESS = (  # matched by the pattern below, and they do nothing where what is 
 
 
 def test_every_setting_of_inductor_that_reorders_is_known():
-    """A new version of torch may bring more: decide about each, in capture.py or above."""
+    """A new version of torch may bring more: decide about each, in inductor_options.py or above."""
     pattern = re.compile(
         "reorder|overlap|bucket|schedul|_fusion_custom_pass|combo_kernel|comm_fus|fuse_ddp|pipeline_tp"
     )
     found = {name for name in torch._inductor.list_options() if pattern.search(name)}
     harmless = re.compile("|".join(HARMLESS))
-    undecided = {name for name in found - set(_KEEP_SCHEDULE) if not harmless.fullmatch(name)}
+    undecided = {name for name in found - set(KEEP_SCHEDULE) if not harmless.fullmatch(name)}
     assert undecided == set()
 
 
@@ -189,9 +189,9 @@ import sys, torch
 from torch import nn
 from torch._dynamo.utils import counters
 from fsdp_compile import fsdp_compile
-from fsdp_compile.compiler import capture
+from fsdp_compile.compiler import partitioner
 if len(sys.argv) > 1:  # as if our sources were others
-    capture.generator_digest = lambda: b"another version"
+    partitioner.generator_digest = lambda: b"another version"
 model = fsdp_compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
 model(torch.ones(2, 4)).sum().backward()
 print(counters["inductor"]["fxgraph_cache_hit"])

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fsdp_compile
-from fsdp_compile.compiler.capture import Partitioner
+from fsdp_compile.compiler.partitioner import Partitioner
 from fsdp_compile.costs import HARDWARE
 from tests.models import build
 from tests.ranks import join_fake_group
@@ -208,7 +208,7 @@ def test_another_number_of_ranks_is_compiled(start):
 
 
 @pytest.mark.parametrize(
-    "versions", ["fsdp_compile.compiler.capture.generator_digest", "torch._inductor.codecache.torch_key"]
+    "versions", ["fsdp_compile.compiler.partitioner.generator_digest", "torch._inductor.codecache.torch_key"]
 )
 def test_another_version_of_torch_or_of_ours_compiles(start, monkeypatch, versions):
     start()

@@ -53,7 +53,7 @@ def test_predicting_while_compiling_adds_no_guard():
     def note(graphs):
         found.append(predict(graphs, HARDWARE_OF_TEST, compiler="aot_eager"))
 
-    capture = Capture(lambda plan: Pipeline.of(), None, note, None, generates_code=False)
+    capture = Capture(lambda plan: Pipeline.of(), None, note, generates_code=False)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     compiled = torch.compile(model, backend=capture.compile, dynamic=True)
     for num in (3, 5, 9):

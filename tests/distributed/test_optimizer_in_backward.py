@@ -312,6 +312,7 @@ def test_copies_and_files_have_no_optimizer_and_remove_ends_it(world_size):
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.zero_grad()
     model.optimizer_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    handle.remove()  # a second time: it has attached nothing since
     model(*batch_of_rank(model, 0)).backward()
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Shard
 from torch.utils._pytree import tree_map_only
 
 from fsdp_compile import rewriting
-from fsdp_compile.compiler.capture import bucket_gradients
+from fsdp_compile.compiler.partitioner import bucket_gradients
 from fsdp_compile.costs import predict
 from fsdp_compile.costs.hardware import find_hardware
 from fsdp_compile.emulation import checks

@@ -16,7 +16,7 @@ import torch.fx
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from fsdp_compile.compiler import capture
+from fsdp_compile.compiler import calls
 from fsdp_compile.graphs import RewrittenGraphs
 from fsdp_compile.layout.buckets import NO_AXIS, Axes, Axis, Placement, lay_out
 from fsdp_compile.layout.options import GradientReduction
@@ -113,7 +113,7 @@ def trace(
     reading = reading_copy(model, layouts)
     install_casts(reading, precision)
     prepare(reading)
-    captured = capture.trace(reading, off_meta(inputs), {}, lambda plan: pipeline)
+    captured = calls.trace(reading, off_meta(inputs), {}, lambda plan: pipeline)
     return Trace(steps, captured.rewritten(lambda plan: pipeline))
 
 

@@ -1,0 +1,92 @@
+"""A joint graph in forward and backward, for each layout and activation memory budget that plans ask for.
+
+Private torch API, as of torch 2.11 to 2.15: functorch's configuration, graph modules whose code is generated late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch._functorch.config
+import torch.fx
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+
+from ..passes.fewer_units import EqualUnits
+from ..passes.halves import Halves, copy_of
+from ..passes.new_layout import NewLayout
+from ..passes.pipeline import Pipeline
+
+
+@dataclasses.dataclass
+class Splits:
+    """A joint graph in halves, for every activation memory budget that is asked for; it is left as it is.
+
+    Attributes:
+        layout: what the graph is laid out by, if not by what `traced` was.
+    """
+
+    joint: torch.fx.GraphModule
+    pipeline: Pipeline
+    num_fwd_outputs: int
+    static_inputs: Sequence[int]
+    layout: NewLayout | None = None
+    traced: Splits | None = None
+    found: dict[float | None, Halves] = dataclasses.field(default_factory=dict)
+
+    def laid_out(self, layout: NewLayout) -> Splits:
+        return dataclasses.replace(self, layout=layout, traced=self, found={})
+
+    def of(self, activations: float | None) -> Halves:
+        if activations not in self.found:
+            self.found[activations] = self._split(activations)
+        return self.found[activations]
+
+    def _split(self, activations: float | None) -> Halves:
+        if self.traced is not None and self.layout is not None and activations is None and activations_are_free():
+            return self.layout.change_halves(self.traced.of(None).copies())
+        # What the partitioner chooses within a budget depends on the sizes of shards, too.
+        setting = {} if activations is None else {"activation_memory_budget": activations}
+        copied = self._merged()
+        with torch._functorch.config.patch(setting), _use_lazy_graph_module(True):
+            return coded_late(Halves.of(copied, self.num_fwd_outputs, self.static_inputs))
+
+    def _merged(self) -> torch.fx.GraphModule:
+        """A copy of the joint graph in this layout, its unshards and gradients merged."""
+        self.joint.graph.set_codegen(torch.fx.graph.CodeGen())  # that of trees as arguments warns when it is copied
+        copied = copy_of(self.joint)
+        self.pipeline.merge(copied)
+        if self.layout is not None:
+            self.layout.change_graph(copied.graph)
+        return copied
+
+    def shortened(self, num_units: int) -> tuple[Splits, float] | None:
+        """The same with so many of the equal units, and the part of all units that these are with the others.
+
+        None where there are less than twice as many, or where units cannot be left out.
+        """
+        copied = self._merged()
+        equal = EqualUnits.of(copied.graph)
+        if equal is None or len(equal.names) < 2 * num_units:
+            return None
+        num_before = num_units // 2
+        num_skipped = len(equal.names) - num_units
+        if not equal.skip(num_before, num_before + num_skipped):
+            return None
+        part = 1 - num_skipped / equal.num_units
+        return dataclasses.replace(self, joint=copied, layout=None, traced=None, found={}), part
+
+
+def coded_late(halves: Halves) -> Halves:
+    """The same halves; their code, and that of copies of them, is generated when it is first asked for.
+
+    To generate it takes as long as several passes, and of most copies nobody asks for it.
+    """
+    forward, backward = map(_LazyGraphModule.from_graphmodule, (halves.forward, halves.backward))
+    return dataclasses.replace(halves, forward=forward, backward=backward)
+
+
+def activations_are_free() -> bool:
+    """Whether torch's activation memory budget is as it is by default."""
+    return bool(torch._functorch.config.activation_memory_budget == 1.0)
