@@ -2,10 +2,13 @@
 
     python benchmarks/planning_time.py                        # about a minute; no GPU, nothing in memory
     python benchmarks/planning_time.py --parameters 500
-    python benchmarks/planning_time.py --layers 8 32 80 126   # of Llama 3 405B: about six minutes
+    python benchmarks/planning_time.py --layers 8 32 80 126   # as those of Llama 3 8B: about six minutes
+    python benchmarks/planning_time.py --layers 8 32 80 126 --model 405b
 
-With layers, the model is rewritten for 64 H200 once without and once with a plan: what the second takes longer is
-planning, with all that is predicted for it. Otherwise it is the search alone. Chains are those of transformer layers:
+With layers, the model is rewritten once without a plan, once with one that is searched for in all layers, and once with
+one that is searched for in some of the equal layers: what these take longer is planning, with all that is predicted for
+it. The 8B's is planned for 64 H100 and 4,096 tokens, the 405B's for 64 H200 and 1,024. Otherwise it is the search
+alone. Chains are those of transformer layers:
 nine parameters each, of very different bytes, and compute that takes half as long to twice as long as gathering them.
 "forward" has no reductions, "backward" one for each layer. A limit leaves room for a layer more than any plan needs.
 """
@@ -19,17 +22,20 @@ import sys
 import time
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from fsdp_compile import rewrite
+from fsdp_compile.costs import HARDWARE, predict
+from fsdp_compile.planning import step_plans
 from fsdp_compile.planning.chains import Chain, Channel, Item, Reduction
 from fsdp_compile.planning.search import best_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from llama import LLAMA3_405B, inputs, on_meta
+from llama import LLAMA3_8B, LLAMA3_405B, LlamaConfig, inputs, on_meta
 
 MIB = 2**20
 LAYER = [0.01, 32, 8, 8, 32, 0.01, 112, 112, 112]  # MiB: those of Llama 3 8B in bf16
@@ -55,22 +61,39 @@ def planning_seconds(num_parameters: int, *, is_backward: bool, is_limited: bool
     return time.process_time() - begin
 
 
-def rewriting_seconds(num_layers: int, *, is_planned: bool) -> float:
-    """Processor seconds from a model on the meta device to its rewritten graphs."""
-    model = on_meta(dataclasses.replace(LLAMA3_405B, layers=num_layers), torch.bfloat16)
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A model that is planned for 64 GPUs, a row of tokens on each."""
+
+    config: LlamaConfig
+    hardware: str
+    tokens: int
+
+
+RUNS = {"8b": Run(LLAMA3_8B, "h100", 4096), "405b": Run(LLAMA3_405B, "h200", 1024)}
+
+
+def rewritten(run: Run, num_layers: int, *, is_planned: bool) -> tuple[float, float]:
+    """Processor seconds from a model on the meta device to its rewritten graphs, and predicted seconds of a step."""
+    model = on_meta(dataclasses.replace(run.config, layers=num_layers), torch.bfloat16)
     begin = time.process_time()
-    rewrite(model, *inputs(1, 1024), world_size=64, hardware="h200" if is_planned else None)
-    return time.process_time() - begin
+    graphs = rewrite(model, *inputs(1, run.tokens), world_size=64, hardware=run.hardware if is_planned else None)
+    return time.process_time() - begin, predict(graphs, HARDWARE[run.hardware]).seconds
 
 
-def table_of_layers(numbers: list[int]) -> Table:
-    table = Table(title="Processor seconds until the graphs of Llama 3 405B with so many layers are rewritten")
-    for name in ("layers", "without a plan", "with a plan", "planning"):
+def table_of_layers(run: Run, numbers: list[int]) -> Table:
+    table = Table(title="Processor seconds until graphs with so many layers are rewritten; predicted ms of a step")
+    names = ("layers", "without a plan", "step", "all layers planned", "step", "equal layers planned once", "step")
+    for name in names:
         table.add_column(name, justify="right")
-    rewriting_seconds(1, is_planned=True)  # imports
+    rewritten(run, 1, is_planned=True)  # imports
     for number in sorted(numbers):
-        without, planned = (rewriting_seconds(number, is_planned=way) for way in (False, True))
-        table.add_row(str(number), *(f"{seconds:.1f}" for seconds in (without, planned, planned - without)))
+        found = [rewritten(run, number, is_planned=False)]
+        with patch.object(step_plans, "EQUAL_UNITS", sys.maxsize):  # as if there were never so many
+            found.append(rewritten(run, number, is_planned=True))
+        found.append(rewritten(run, number, is_planned=True))
+        cells = [cell for seconds, step in found for cell in (f"{seconds:.1f}", f"{step * 1e3:,.1f}")]
+        table.add_row(str(number), *cells)
     return table
 
 
@@ -98,8 +121,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, nargs="+", default=[100, 300, 1000, 3000, 10000])
     parser.add_argument("--layers", type=int, nargs="+", help="plan the graphs of models instead of chains")
+    parser.add_argument("--model", choices=RUNS, default="8b", help="whose layers")
     options = parser.parse_args()
-    table = table_of_layers(options.layers) if options.layers else table_of_chains(options.parameters)
+    table = (
+        table_of_layers(RUNS[options.model], options.layers) if options.layers else table_of_chains(options.parameters)
+    )
     Console(width=110).print(table)
 
 

@@ -94,7 +94,7 @@ def test_a_plan_is_predicted_to_take_what_that_of_the_full_search_does(name, sho
     rewriter = api.Rewriter(model, inputs, {}, Options(collective_lowering="auto", hardware=BALANCED))
 
     def planned(hardware, num_units):
-        with patch.object(step_plans, "_EQUAL_UNITS", num_units):
+        with patch.object(step_plans, "EQUAL_UNITS", num_units):
             graphs = rewriter(world_size=2, sharding_strategy=ShardingStrategy.FULL_SHARD, hardware=hardware)
         return predict(graphs, hardware)
 

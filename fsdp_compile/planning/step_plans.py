@@ -34,7 +34,7 @@ MARGIN = 0.05
 """The part of a memory budget that plans leave: predictions of the peak are within so much of what is measured."""
 
 _UNDER_WAY = (2, 4)  # numbers of reductions at once that are tried besides one
-_EQUAL_UNITS = 6  # that are left of the equal ones in a short program
+EQUAL_UNITS = 6  # that are left of the equal ones in a short program
 _TRIES = 3  # limits that plans are made for, until one fits
 _SURE = 1.03  # what a plan that nobody asked for has to win: predictions are no better than that
 _WORTH_IT = 1.02  # what there has to be won for other activations to be tried: torch's partitioner takes long for them
@@ -111,7 +111,7 @@ def find_plan(
         return plain
     program = _Program(draft, leeway, goal, plain.peak if goal.is_within_plain else goal.limit)
     may_keep_all = not goal.is_within_plain
-    short = shorten(_EQUAL_UNITS) if shorten and may_keep_all else None
+    short = shorten(EQUAL_UNITS) if shorten and may_keep_all else None
     found = None if short is None else program.as_in_short(plain, short)
     candidates = program.candidates(plain, program.step(None)) if found is None else [plain, found]
     if (best := program.best_of(candidates)) is not None:
