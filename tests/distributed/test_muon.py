@@ -347,7 +347,7 @@ def test_newton_schulz_begins_and_ends_in_bfloat16():
 
 def test_a_muon_with_other_options_is_left_alone():
     optimizer = muon_of(matrices_model())
-    assert muon._is_known_muon(optimizer)
+    assert muon.is_muon(optimizer)
     optimizer.defaults["foreach"] = True
-    assert not muon._is_known_muon(optimizer)
-    assert not muon._is_known_muon(type("Own", (torch.optim.Muon,), {})([nn.Parameter(torch.ones(2, 2))]))
+    assert not muon.is_muon(optimizer)
+    assert not muon.is_muon(type("Own", (torch.optim.Muon,), {})([nn.Parameter(torch.ones(2, 2))]))
