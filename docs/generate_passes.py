@@ -15,6 +15,7 @@ TARGET = ROOT / "docs" / "passes.md"
 
 PASSES = (
     "merge_unshards",
+    "commute_casts",
     "merge_gradients",
     "partition_joint",
     "insert_all_gather",

@@ -11,6 +11,9 @@ chunks already lie one after another. In the grouped form every parameter is gat
 A bucket that is not sharded (`world_size` 1) needs no gather. A shard is moved to the device and cast to the dtype of
 the computation before it is gathered. A part of the gathered buffer that is kept for the backward is copied at once.
 
+Where a part of a bucket's parameters is wanted in a narrower dtype than the others (commute_casts), all are sent in one
+message of that dtype, the others as their bytes: these are copied out of the buffer in either form.
+
 A plan has several buckets gathered at once, and selects the form for each gather. In the packed form their shards are
 first joined to one. What is gathered at once is of one group, dtype and device.
 
@@ -21,6 +24,8 @@ the last heavy one (a matmul, say) before it. A wait amid a run of light operato
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch.fx
@@ -29,6 +34,8 @@ from . import analysis, metadata, ops
 from .errors import pass_error
 from .merge_unshards import refuse_repeated_unshards
 from .plan import Gather
+
+_ALIGNMENT = 16  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +48,11 @@ class InsertAllGather:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         refuse_repeated_unshards(gm.graph)
         _sink_parameter_values(gm.graph)
-        for buckets, is_grouped in self._gathers(gathered_buckets(gm.graph)):
+        found = gathered_buckets(gm.graph)
+        for bucket in found:
+            if bucket.world_size == 1:
+                _cast_alone(gm.graph, bucket)
+        for buckets, is_grouped in self._gathers([bucket for bucket in found if bucket.world_size > 1]):
             if len(buckets) == 1:
                 _gather_one(gm.graph, buckets[0], is_grouped and not buckets[0].is_parted)
             else:
@@ -58,16 +69,21 @@ class InsertAllGather:
         return [(together, gather.is_grouped) for gather, together in found.items()]
 
 
+def _cast_alone(graph: torch.fx.Graph, bucket: GatheredBucket) -> None:
+    """What is not sharded is cast and viewed, once for each dtype that is wanted."""
+    for same in bucket.by_dtype():
+        with graph.inserting_before(analysis.kernel_begin(same.first_use)):
+            buffer = _converted(graph, same)
+        _take_out(graph, same, buffer, is_view=True, offset=0)
+
+
 def _gather_one(graph: torch.fx.Graph, bucket: GatheredBucket, is_grouped: bool) -> None:
     with graph.inserting_before(analysis.kernel_begin(bucket.first_use)):
-        buffer = _converted(graph, bucket)
-        if bucket.world_size > 1:
-            buffer = _gathered(graph, [buffer], bucket.name, bucket, is_grouped)
+        buffer = _gathered(graph, [_converted(graph, bucket)], bucket.name, bucket, is_grouped)
         for part in bucket.parts:
             arguments = [ops.argument(part, name) for name in ("bucket", "parts", "index")]
             part.replace_all_uses_with(ops.call(graph, ops.RESHARD, buffer, *arguments, like=part))
-    is_view = is_grouped or bucket.world_size == 1 or bucket.holds_one_parameter
-    _take_out(graph, bucket, buffer, is_view=is_view, offset=0)
+    _take_out(graph, bucket, buffer, is_view=is_grouped or bucket.holds_one_parameter, offset=0)
 
 
 def _gather_together(graph: torch.fx.Graph, buckets: list[GatheredBucket], is_grouped: bool) -> None:
@@ -87,7 +103,7 @@ def _gather_together(graph: torch.fx.Graph, buckets: list[GatheredBucket], is_gr
     offset = 0
     for bucket in buckets:
         _take_out(graph, bucket, buffer, is_view=is_grouped, offset=offset)
-        offset += bucket.shard.meta["val"].numel()
+        offset += bucket.sent_numel
 
 
 def _gathered(
@@ -103,15 +119,29 @@ def _take_out(
     graph: torch.fx.Graph, bucket: GatheredBucket, buffer: torch.fx.Node, *, is_view: bool, offset: int
 ) -> None:
     """Take every parameter of the bucket, which begins at `offset` of each rank's part of the buffer, out of it."""
+    offset_of = bucket.offset_of_unshard
     for unshard, first_use in bucket.first_use_of_unshard.items():
-        parameter, within, shape, world_size = (
-            ops.argument(unshard, name) for name in ("parameter", "offset", "shape", "world_size")
-        )
-        out = ops.VIEW_OUT if is_view else ops.COPY_OUT
+        parameter, shape, world_size = (ops.argument(unshard, name) for name in ("parameter", "shape", "world_size"))
+        value = unshard.meta["val"]
+        arguments: tuple[Any, ...] = parameter, offset + offset_of[unshard], shape, world_size
         with graph.inserting_before(first_use):
-            arguments = parameter, offset + within, shape, world_size
-            full = ops.call(graph, out, buffer, *arguments, like=unshard, value=unshard.meta["val"])
+            if value.dtype != buffer.meta["val"].dtype:
+                full = ops.call(graph, ops.COPY_OUT, buffer, *arguments, value.dtype, like=unshard, value=value)
+            elif is_view:
+                full = ops.call(graph, ops.VIEW_OUT, buffer, *arguments, like=unshard, value=value)
+            else:
+                full = ops.call(graph, ops.COPY_OUT, buffer, *arguments, None, like=unshard, value=value)
         unshard.replace_all_uses_with(full)
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Elements [begin, end) of a shard, for a parameter, which are cast or sent as their bytes."""
+
+    unshard: torch.fx.Node
+    begin: int
+    end: int
+    is_cast: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,16 +174,66 @@ class GatheredBucket:
         return next(iter(self.first_use_of_unshard.values()))
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What is sent: the narrowest that is wanted."""
+        wanted: list[torch.dtype] = [unshard.meta["val"].dtype for unshard in self.first_use_of_unshard]
+        return min(wanted, key=lambda dtype: dtype.itemsize)
+
+    def by_dtype(self) -> Iterator[GatheredBucket]:
+        """The bucket as one for each dtype that is wanted."""
+        uses: dict[torch.dtype, dict[torch.fx.Node, torch.fx.Node]] = {}
+        for unshard, first_use in self.first_use_of_unshard.items():
+            uses.setdefault(unshard.meta["val"].dtype, {})[unshard] = first_use
+        for same in uses.values():
+            yield dataclasses.replace(self, first_use_of_unshard=same)
+
+    @property
+    def regions(self) -> list[Region]:
+        """What is sent of the shard where it is not sent whole: what stands in its parameters, in their order.
+
+        Messages begin at multiples of 16 bytes of the buffer, as those of shards do.
+        """
+        if len(list(self.by_dtype())) == 1:
+            return []
+        found, numel = [], self.shard.meta["val"].numel()
+        for unshard in sorted(self.first_use_of_unshard, key=lambda unshard: ops.argument(unshard, "offset")):
+            begin, dtype = ops.argument(unshard, "offset"), unshard.meta["val"].dtype
+            step = max(1, _ALIGNMENT // dtype.itemsize)
+            taken = ops.shard_numel(ops.argument(unshard, "shape"), self.world_size)
+            end = min(begin + -(-taken // step) * step, numel)
+            found.append(Region(unshard, begin, end, dtype == self.dtype))
+        return found
+
+    @property
+    def offset_of_unshard(self) -> dict[torch.fx.Node, int]:
+        """Where each parameter begins in what a rank sends."""
+        if not (regions := self.regions):
+            return {unshard: ops.argument(unshard, "offset") for unshard in self.first_use_of_unshard}
+        ends = [0, *accumulate(self._sent_numel(region) for region in regions)]
+        return {region.unshard: end for region, end in zip(regions, ends, strict=False)}
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements that a rank sends."""
+        if not (regions := self.regions):
+            return int(self.shard.meta["val"].numel())
+        return sum(map(self._sent_numel, regions))
+
+    def _sent_numel(self, region: Region) -> int:
+        ratio = ops.dtype_ratio(region.unshard.meta["val"], self.dtype)
+        return (region.end - region.begin) * ratio
+
+    @property
     def kind(self) -> tuple[str, int, torch.dtype, torch.device]:
         """What is alike in buckets that can be gathered at once."""
         wanted = next(iter(self.first_use_of_unshard)).meta["val"]
-        return self.group, self.num_gathered, wanted.dtype, wanted.device
+        return self.group, self.num_gathered, self.dtype, wanted.device
 
     @property
     def holds_one_parameter(self) -> bool:
         unshard = next(iter(self.first_use_of_unshard))
         needed = ops.shard_numel(ops.argument(unshard, "shape"), self.world_size)
-        return bool(needed * self.world_size == self.shard.meta["val"].numel() * self.num_gathered)
+        return not self.regions and bool(needed * self.world_size == self.shard.meta["val"].numel() * self.num_gathered)
 
 
 def gathered_buckets(graph: torch.fx.Graph) -> list[GatheredBucket]:
@@ -176,12 +256,16 @@ def _bucket(shard: torch.fx.Node, uses: dict[torch.fx.Node, torch.fx.Node]) -> G
 
 
 def _converted(graph: torch.fx.Graph, bucket: GatheredBucket) -> torch.fx.Node:
-    """The shard on the device and in the dtype of the computation."""
+    """The shard on the device and in the dtype of the computation, or what is sent of it."""
     source, wanted = bucket.shard, next(iter(bucket.first_use_of_unshard)).meta["val"]
     if source.meta["val"].device != wanted.device:
         source = ops.call(graph, ops.MOVE, source, wanted.device)
-    if source.meta["val"].dtype != wanted.dtype:
-        source = ops.call(graph, ops.CAST, source, wanted.dtype)
+    if regions := bucket.regions:
+        places = [[region.begin for region in regions], [region.end for region in regions]]
+        is_cast = [region.is_cast for region in regions]
+        return ops.call(graph, ops.NARROW, source, bucket.name, *places, is_cast, bucket.dtype)
+    if source.meta["val"].dtype != bucket.dtype:
+        source = ops.call(graph, ops.CAST, source, bucket.dtype)
     return source
 
 

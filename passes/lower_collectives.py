@@ -174,6 +174,24 @@ def _join(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     return lowering.call(_aten.cat.default, node.args[0], like=node)
 
 
+def _narrow(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
+    shard: Any = node.args[0]
+    begins, ends, is_cast, dtype = (ops.argument(node, name) for name in ("begins", "ends", "is_cast", "dtype"))
+    regions: list[tuple[int, int, bool]] = []
+    for begin, end, cast in zip(begins, ends, is_cast, strict=True):
+        if regions and regions[-1][1:] == (begin, cast):
+            begin = regions.pop()[0]
+        regions.append((begin, end, cast))
+    pieces = []
+    for begin, end, cast in regions:
+        piece = lowering.section(shard, 0, begin, end, node)
+        if cast:
+            pieces.append(lowering.cast(piece, dtype, node))
+        else:
+            pieces.append(lowering.call(_aten.view.dtype, piece, dtype, like=node))
+    return lowering.call(_aten.cat.default, pieces, like=node)
+
+
 def _all_gather_grouped(lowering: _Lowering, node: torch.fx.Node) -> None:
     _, _, world_size, group = node.args
     outs = ops.parameters_of(node)
@@ -181,10 +199,10 @@ def _all_gather_grouped(lowering: _Lowering, node: torch.fx.Node) -> None:
     ends = list(accumulate(shard.meta["val"].numel() for shard in shards))
     slices = []
     for out in outs:
-        offset, shape = ops.argument(out, "offset"), ops.argument(out, "shape")
+        offset = ops.argument(out, "offset")
         index = bisect_right(ends, offset)
         begin = offset - (ends[index - 1] if index else 0)
-        end = begin + ops.shard_numel(shape, world_size)  # type: ignore[arg-type]
+        end = begin + ops.taken_by(out)
         slices.append(lowering.section(shards[index], 0, begin, end, node))
     offsets = [ops.argument(out, "offset") for out in outs]
     target = _c10d.all_gather_into_tensor_coalesced.default
@@ -241,12 +259,18 @@ def _wait(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node | None:
 
 def _copy_out(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     gathered: Any
-    gathered, _, offset, shape, world_size = node.args
-    if gathered not in lowering.by_rank:
-        numel = gathered.meta["val"].numel() // world_size
-        lowering.by_rank[gathered] = lowering.call(_aten.view.default, gathered, [world_size, numel], like=node)
-    end = offset + ops.shard_numel(shape, world_size)  # type: ignore[arg-type,operator]
-    chunks = lowering.call(_aten.slice_copy.Tensor, lowering.by_rank[gathered], 1, offset, end, like=node)
+    gathered, _, offset, _, world_size, dtype = node.args
+    if gathered in lowering.pieces:
+        copied = lowering._copy(lowering.pieces[gathered][offset])  # type: ignore[index]
+        chunks = lowering.call(ops.STORE, copied, like=node)  # Inductor takes a copy for the view that it copies
+    else:
+        if gathered not in lowering.by_rank:
+            numel = gathered.meta["val"].numel() // world_size
+            lowering.by_rank[gathered] = lowering.call(_aten.view.default, gathered, [world_size, numel], like=node)
+        end = offset + ops.taken_by(node)  # type: ignore[operator]
+        chunks = lowering.call(_aten.slice_copy.Tensor, lowering.by_rank[gathered], 1, offset, end, like=node)
+    if dtype is not None:  # its bytes were sent
+        chunks = lowering.call(_aten.view.dtype, chunks, dtype, like=node)
     return _in_shape(lowering, chunks, node)
 
 
@@ -324,6 +348,7 @@ def _free(lowering: _Lowering, node: torch.fx.Node) -> None:
 
 
 _RULES: dict[Any, Any] = {
+    ops.NARROW: _narrow,
     ops.JOIN: _join,
     ops.ALL_GATHER: _all_gather,
     ops.ALL_GATHER_GROUPED: _all_gather_grouped,

@@ -7,7 +7,7 @@ parameters, and what is computed with them, are the same for any number of ranks
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.fx
@@ -33,7 +33,8 @@ class NewLayout:
         for node in graph.nodes:
             if ops.is_call(node, ops.UNSHARD):
                 self._resize(ops.argument(node, "shard"), ops.argument(node, "bucket"))
-                node.args = (*node.args[:3], *self.arguments_of_parameter[ops.argument(node, "parameter")])
+                arguments = self.arguments_of_parameter[ops.argument(node, "parameter")]
+                node.args = (*node.args[:3], *_with_dtype_of(node.args[3:], arguments))
             elif ops.is_call(node, ops.REDUCE_GRADIENT):
                 self._change_reduction(node)
 
@@ -43,7 +44,7 @@ class NewLayout:
         unshards = {}
         for name, unshard in halves.unshards.items():
             self._resize(shard_of_name[unshard.shard], unshard.bucket)
-            arguments = self.arguments_of_parameter[unshard.parameter]
+            arguments = _with_dtype_of(unshard.arguments[2:], self.arguments_of_parameter[unshard.parameter])
             unshards[name] = dataclasses.replace(
                 unshard, arguments=(*unshard.arguments[:2], *arguments), world_size=arguments[4]
             )
@@ -64,3 +65,8 @@ class NewLayout:
         node.args = (gradients, None, bucket, parameters, *shards, dtype, device, *reduction)
         node.meta = {**node.meta, "val": node.meta["val"].new_empty(numel)}
         node.meta.pop("tensor_meta", None)
+
+
+def _with_dtype_of(before: Sequence[Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`arguments` of an unshard from the bucket on, but the dtype that those before had: a pass may have changed it."""
+    return (*arguments[:6], before[6], *arguments[7:])

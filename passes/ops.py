@@ -22,6 +22,7 @@ the grouped form sends one message per parameter in one call, and needs none::
     all_gather(shard), all_gather_grouped(shards)     pending; all ranks' shards, one after another
     join(shards)                                      the shards of several buckets, one after another
     wait(pending)                                     the buffer, ready
+    narrow(shard, ...)                                parameters of a shard, some cast, of the others the bytes
     copy_out(gathered, ...), view_out(gathered, ...)  one full parameter, as a new tensor or as a view
     store(value)                                      the value itself, in memory rather than computed where it is read
     free(full)                                        the end of the life of a gathered buffer or a full parameter
@@ -110,6 +111,12 @@ def _numel(shards: list[torch.Tensor]) -> int:
     return sum(shard.numel() for shard in shards)
 
 
+def _numel_of_regions(begins: list[int], ends: list[int], is_cast: list[bool], ratio: int) -> int:
+    """Elements of regions of a shard, each of which is cast, or sent as `ratio` elements for each of its own."""
+    regions = zip(begins, ends, is_cast, strict=True)
+    return sum((end - begin) * (1 if cast else ratio) for begin, end, cast in regions)
+
+
 def _empty(
     like: list[torch.Tensor], numel: int, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> torch.Tensor:
@@ -155,14 +162,23 @@ JOIN = Operator(
     shown=("shards",),
     name="{bucket}.joined",
 ).defined()
+NARROW = Operator(
+    "narrow(Tensor shard, str bucket, int[] begins, int[] ends, bool[] is_cast, ScalarType dtype) -> Tensor",
+    lambda shard, bucket, begins, ends, is_cast, dtype: shard.new_empty(
+        _numel_of_regions(begins, ends, is_cast, dtype_ratio(shard, dtype)), dtype=dtype
+    ),
+    shown=("shard", "begins", "is_cast"),
+    name="{bucket}.{dtype}",
+    kind="conversion",
+).defined()
 WAIT = Operator(
     "wait(Tensor pending) -> Tensor",
     torch.empty_like,
     shown=("pending",),
 ).defined()
 COPY_OUT = Operator(
-    f"copy_out(Tensor gathered, {_PARAMETER}) -> Tensor",
-    lambda gathered, parameter, offset, shape, world_size: gathered.new_empty(shape),
+    f"copy_out(Tensor gathered, {_PARAMETER}, ScalarType? dtype) -> Tensor",
+    lambda gathered, parameter, offset, shape, world_size, dtype: gathered.new_empty(shape, dtype=dtype),
     shown=("gathered", "offset"),
     name="{parameter}",
     kind="parameter_out",
@@ -308,6 +324,11 @@ def shard_numel(shape: Sequence[int], world_size: int) -> int:
     return shard_rows(shape, world_size) * math.prod(shape[1:])
 
 
+def dtype_ratio(wide: torch.Tensor, narrow: torch.dtype) -> int:
+    """Elements of the dtype `narrow` that have the bytes of one element of `wide`."""
+    return wide.dtype.itemsize // narrow.itemsize
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Reading graphs
 # ---------------------------------------------------------------------------------------------------------------
@@ -359,6 +380,13 @@ def wait_of(collective: torch.fx.Node) -> torch.fx.Node:
 def parameters_of(gather: torch.fx.Node) -> list[torch.fx.Node]:
     """What takes the parameters that are read out of a gathered buffer, one for each."""
     return [user for user in wait_of(gather).users if is_parameter_out(user)]
+
+
+def taken_by(out: torch.fx.Node) -> int:
+    """Elements of every rank's part of a gathered buffer that the parameter takes which `out` takes out of it."""
+    gathered: Any = out.args[0]
+    taken = shard_numel(argument(out, "shape"), argument(out, "world_size"))
+    return taken * dtype_ratio(out.meta["val"], gathered.meta["val"].dtype)
 
 
 def is_tangent(node: torch.fx.Node) -> bool:

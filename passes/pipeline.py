@@ -2,14 +2,14 @@
 
 What runs on which graph::
 
-    joint graph          merge_unshards, merge_gradients, partition_joint
+    joint graph          merge_unshards, commute_casts, merge_gradients, partition_joint
     forward, backward    insert_reduce_scatter, insert_all_gather, insert_free, prefetch_all_gather,
                          delay_reduce_scatter_wait, overlap_copies, the user's passes, end_lives, compute_early,
                          lower_collectives, pin_matmuls
     backward             update_in_backward, behind overlap_copies, where an optimizer steps in the backward
 
-A graph without a backward (no_grad, inference) runs through the first pass and the second row. What Inductor compiles
-runs through outline_blocks, on a copy.
+A graph without a backward (no_grad, inference) runs through the first two passes and the second row. What Inductor
+compiles runs through outline_blocks, on a copy.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Protocol
 import torch.fx
 
 from . import metadata
+from .commute_casts import CommuteCasts
 from .compute_early import ComputeEarly
 from .delay_reduce_scatter_wait import DelayReduceScatterWait
 from .end_lives import EndLives
@@ -96,6 +97,7 @@ class Pipeline:
         explained by `OverlapCopies`. `updates` are the states of an optimizer that steps in the backward, if one does.
         """
 
+        parted = frozenset(unit for unit, way in (reshard or {}).items() if isinstance(way, metadata.Part))
         in_backward = () if updates is None else (UpdateInBackward(updates),)
 
         def side(
@@ -116,7 +118,7 @@ class Pipeline:
             )
 
         return cls(
-            joint=(MergeUnshards(), MergeGradients()),
+            joint=(MergeUnshards(), CommuteCasts(parted), MergeGradients()),
             partition=PartitionJoint(dict(reshard or {})),
             forward=side(forward_prefetch, forward_lists, plan.forward if plan else ()),
             backward=side(backward_prefetch, backward_lists, plan.backward if plan else (), *in_backward),
@@ -153,11 +155,11 @@ class Pipeline:
 
     def draft_inference(self, gm: torch.fx.GraphModule) -> Side:
         """As `rewrite_inference`, but neither lowered nor verified."""
-        return _draft((self.joint[0], *self.forward), gm)
+        return _draft((*self.joint[:-1], *self.forward), gm)
 
     def rewrite_inference(self, gm: torch.fx.GraphModule) -> Side:
         """The graph of a call that needs no gradients."""
-        return self._finish("forward", (self.joint[0], *self.forward), gm, STAGES[0])
+        return self._finish("forward", (*self.joint[:-1], *self.forward), gm, STAGES[0])
 
     def _finish(self, name: str, steps: tuple[Pass, ...], gm: torch.fx.GraphModule, stage: Stage) -> Side:
         stage = self._run_all(name, steps, gm, stage)

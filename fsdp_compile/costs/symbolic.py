@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import sympy
@@ -42,7 +43,7 @@ def symbolic(graphs: RewrittenGraphs, names: Sequence[str], *, compiler: Compile
     sides = [side for side in (graphs.forward, graphs.backward) if side is not None]
     symbol_of_dimension = _dimensions([side.graph for side in sides], names)
     ranks_of_group = _ranks_of_groups([side.graph for side in sides])
-    numel_of_bucket = _shard_numels([side.graph for side in sides])
+    buckets = _buckets([side.graph for side in sides])
     found = []
     for side in sides:
         graph = copy.deepcopy(side.graph)
@@ -50,7 +51,7 @@ def symbolic(graphs: RewrittenGraphs, names: Sequence[str], *, compiler: Compile
             if "val" in node.meta:
                 node.meta["val"] = _value(node.meta["val"], symbol_of_dimension)
         for node in graph.nodes:
-            _scale(node, ranks_of_group, numel_of_bucket)
+            _scale(node, ranks_of_group, buckets)
         found.append(WorkOfGraph(side.title, graph, kernels_of(graph, compiler=compiler)))
     return Work(found[0], found[1] if len(found) > 1 else None, compiler)
 
@@ -165,15 +166,47 @@ def _source(node: torch.fx.Node) -> torch.fx.Node:
 
 @dataclasses.dataclass
 class _Bucket:
-    """What the graphs show of a sharded bucket; shapes of its parameters are by offset."""
+    """What the graphs show of a sharded bucket.
+
+    Attributes:
+        traced_numel: elements of the shard, on the ranks of the trace.
+        shapes: of its parameters, by offset.
+        dtypes: that the shard is laid out for.
+        sent: the dtypes that its gathers send; the shard is not laid out for those that the program alone casts to.
+    """
 
     num_shards: int
-    numel: int
+    traced_numel: int
     shapes: dict[int, Sequence[int]] = dataclasses.field(default_factory=dict)
     dtypes: set[torch.dtype] = dataclasses.field(default_factory=set)
+    sent: set[torch.dtype] = dataclasses.field(default_factory=set)
 
-    def numel_of_shard(self, num_shards: Any) -> Any:
-        return sum(room(shape, num_shards, self.dtypes) for shape in self.shapes.values())
+    @property
+    def numel(self) -> Any:
+        """Elements of the shard on any number of ranks; None if not all shapes of its parameters are known."""
+        for dtypes in (self.dtypes | self.sent, self.dtypes):
+            if self._numel_of_shard(self.num_shards, dtypes) == self.traced_numel:
+                return tidy(sympy.sympify(self._numel_of_shard(NUM_SHARDS, dtypes)))
+        return None
+
+    def _numel_of_shard(self, num_shards: Any, dtypes: set[torch.dtype]) -> Any:
+        return sum(room(shape, num_shards, dtypes) for shape in self.shapes.values())
+
+    @property
+    def taken(self) -> int:
+        """Elements of the shard that parameters take whose shapes are known."""
+        return int(self._numel_of_shard(self.num_shards, self.dtypes))
+
+    def numel_of_narrow(self, node: torch.fx.Node) -> Any:
+        """Elements that `narrow` makes of the shard."""
+        shard, dtype = node.all_input_nodes[0].meta["val"].dtype, ops.argument(node, "dtype")
+        regions = zip(ops.argument(node, "begins"), ops.argument(node, "is_cast"), strict=True)
+        return sum(
+            room(self.shapes[begin], NUM_SHARDS, {dtype})
+            if is_cast
+            else room(self.shapes[begin], NUM_SHARDS, {shard}) * (shard.itemsize // dtype.itemsize)
+            for begin, is_cast in regions
+        )
 
 
 def _is_packing(node: torch.fx.Node) -> bool:
@@ -181,8 +214,8 @@ def _is_packing(node: torch.fx.Node) -> bool:
     return ops.is_call(node, ops.PACK, ops.REDUCE_SCATTER_GROUPED) and ops.argument(node, "world_size") != 1
 
 
-def _shard_numels(graphs: Sequence[torch.fx.Graph]) -> dict[str, Any]:
-    """Elements of the shard of every bucket that is sharded."""
+def _buckets(graphs: Sequence[torch.fx.Graph]) -> dict[str, _Bucket]:
+    """The buckets that are sharded, by name."""
     buckets: dict[str, _Bucket] = {}
     for graph in graphs:
         for node in graph.nodes:
@@ -191,25 +224,37 @@ def _shard_numels(graphs: Sequence[torch.fx.Graph]) -> dict[str, Any]:
             elif _is_packing(node):
                 _note_gradients(buckets, node)
     for name, bucket in buckets.items():
-        if bucket.numel_of_shard(bucket.num_shards) != bucket.numel:
+        if bucket.numel is None:
             raise ConfigError(
-                f"the graphs show parameters of {name} that take {bucket.numel_of_shard(bucket.num_shards)} of the "
-                f"{bucket.numel} elements of its shard: formulas need the shapes of all of them. Pass parameters that "
-                "the forward does not use in ignored_params"
+                f"the graphs show parameters of {name} that take {bucket.taken} of the {bucket.traced_numel} elements "
+                "of its shard: formulas need the shapes of all of them. Pass parameters that the forward does not use "
+                "in ignored_params"
             )
-    return {name: tidy(sympy.sympify(bucket.numel_of_shard(NUM_SHARDS))) for name, bucket in buckets.items()}
+    return buckets
 
 
 def _note_gather(buckets: dict[str, _Bucket], gather: torch.fx.Node) -> None:
     shape_of_offset = {ops.argument(out, "offset"): ops.argument(out, "shape") for out in ops.parameters_of(gather)}
     begin = 0
-    for name, shard in ops.gathered_shards(gather).items():
-        numel = shard.meta["val"].numel()
-        bucket = buckets.setdefault(name, _Bucket(ops.argument(gather, "world_size"), numel))
-        bucket.dtypes |= {shard.meta["val"].dtype, _source(shard).meta["val"].dtype}
+    for name, sent in ops.gathered_shards(gather).items():
+        numel, shard = sent.meta["val"].numel(), _source(sent).meta["val"]
+        bucket = buckets.setdefault(name, _Bucket(ops.argument(gather, "world_size"), shard.numel()))
+        bucket.dtypes.add(shard.dtype)
+        bucket.sent.add(sent.meta["val"].dtype)
+        place = _places(sent)
         inside = {offset: shape for offset, shape in shape_of_offset.items() if begin <= offset < begin + numel}
-        bucket.shapes.update({offset - begin: shape for offset, shape in inside.items()})
+        bucket.shapes.update({place.get(offset - begin, offset - begin): shape for offset, shape in inside.items()})
         begin += numel
+
+
+def _places(sent: torch.fx.Node) -> dict[int, int]:
+    """Where in a shard the regions begin that `narrow` takes, by where they begin in what is sent."""
+    if not ops.is_call(sent, ops.NARROW):
+        return {}
+    begins, ends, is_cast = (ops.argument(sent, name) for name in ("begins", "ends", "is_cast"))
+    ratio = ops.dtype_ratio(sent.all_input_nodes[0].meta["val"], ops.argument(sent, "dtype"))
+    sizes = [(end - begin) * (1 if cast else ratio) for begin, end, cast in zip(begins, ends, is_cast, strict=True)]
+    return dict(zip([0, *accumulate(sizes)], begins, strict=False))
 
 
 def _note_gradients(buckets: dict[str, _Bucket], node: torch.fx.Node) -> None:
@@ -220,16 +265,18 @@ def _note_gradients(buckets: dict[str, _Bucket], node: torch.fx.Node) -> None:
         bucket.shapes[offset] = tuple(gradient.meta["val"].shape)
 
 
-def _scale(node: torch.fx.Node, ranks_of_group: Mapping[str, Any], numel_of_bucket: Mapping[str, Any]) -> None:
+def _scale(node: torch.fx.Node, ranks_of_group: Mapping[str, Any], buckets: Mapping[str, _Bucket]) -> None:
     """Give a tensor of a bucket the size that it has on any number of ranks, and its operator that number."""
     if node.op == "placeholder":
-        numel = _numel_of_input(node, numel_of_bucket)
+        numel = _numel_of_input(node, buckets)
     elif ops.is_collective(node):
         _set_ranks(node, ranks_of_group[ops.argument(node, "group")])
-        numel = _numel_of_collective(node, numel_of_bucket)
+        numel = _numel_of_collective(node, buckets)
     elif _is_packing(node):
         _set_ranks(node, NUM_SHARDS)
-        numel = numel_of_bucket[ops.argument(node, "bucket")] * NUM_SHARDS
+        numel = buckets[ops.argument(node, "bucket")].numel * NUM_SHARDS
+    elif ops.is_call(node, ops.NARROW):
+        numel = buckets[ops.argument(node, "bucket")].numel_of_narrow(node)
     elif ops.is_call(node, ops.JOIN):
         numel = sum(map(_numel, node.all_input_nodes))
     elif ops.is_call(node, ops.RESHARD):
@@ -248,25 +295,25 @@ def _set_ranks(node: torch.fx.Node, ranks: Any) -> None:
     node.update_arg(names.index("world_size"), ranks)
 
 
-def _numel_of_input(node: torch.fx.Node, numel_of_bucket: Mapping[str, Any]) -> Any:
+def _numel_of_input(node: torch.fx.Node, buckets: Mapping[str, _Bucket]) -> Any:
     """Of a shard, a part of what was gathered, or what earlier steps kept of gradients; None of any other input."""
     for reader in node.users:
         if ops.is_conversion(reader):
-            return _numel_of_input(reader, numel_of_bucket)
+            return _numel_of_input(reader, buckets)
         if _is_packing(reader) and ops.argument(reader, "accumulated") is node:
-            return numel_of_bucket[ops.argument(reader, "bucket")] * NUM_SHARDS
+            return buckets[ops.argument(reader, "bucket")].numel * NUM_SHARDS
         for gather in reader.users if ops.is_call(reader, ops.JOIN) else [reader]:
             if ops.is_all_gather(gather):
                 (bucket,) = [name for name, shard in ops.gathered_shards(gather).items() if shard is node]
-                part, numel = metadata.kept_part(node), numel_of_bucket[bucket]
+                part, numel = metadata.kept_part(node), buckets[bucket].numel
                 return numel if part is None else numel * NUM_SHARDS / part.size
     return None
 
 
-def _numel_of_collective(node: torch.fx.Node, numel_of_bucket: Mapping[str, Any]) -> Any:
+def _numel_of_collective(node: torch.fx.Node, buckets: Mapping[str, _Bucket]) -> Any:
     ranks = ops.argument(node, "world_size")
     if ops.is_call(node, ops.REDUCE_SCATTER_GROUPED):
-        return numel_of_bucket[ops.argument(node, "bucket")]
+        return buckets[ops.argument(node, "bucket")].numel
     numel = sum(map(_numel, node.all_input_nodes))
     if ops.is_all_gather(node):
         return numel * ranks

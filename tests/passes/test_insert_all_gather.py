@@ -123,7 +123,7 @@ forward(primals_1: f32[20], primals_2: f32[3,4], primals_3: f32[12])
   return [addmm_1, view_default_2, primals_2, addmm]""",  # noqa: E501
         )
 
-    def test_the_backward_casts_and_transposes_a_weight_only_where_it_is_needed(self):
+    def test_the_backward_computes_what_follows_from_a_weight_only_where_it_is_needed(self):
         graphs = trace(two_products(), rows().bfloat16().requires_grad_(), reshard={"top": True})
         self.assertExpectedInline(
             str(graphs.after(InsertAllGather, "backward")),
@@ -133,22 +133,26 @@ backward(top: f32[8], low: f32[8], permute: bf16[4,3], permute_2: bf16[4,3], tan
   top.pending: f32[16] = fsdp.all_gather(top)
   top.gathered: f32[16] = fsdp.wait(top.pending)
   top.weight: f32[4,4] = fsdp.view_out(top.gathered, 0)
-  convert_element_type_3: bf16[4,4] = prims.convert_element_type(top.weight, bf16)
+  mul_1: f32[4,4] = mul(top.weight, 2)
+  convert_element_type_3: bf16[4,4] = prims.convert_element_type(mul_1, bf16)
   permute_4: bf16[4,4] = permute(convert_element_type_3, [1, 0])
   mm_3: bf16[3,4] = mm(tangents_1, permute_4)
   convert_element_type_10: f32[4,4] = prims.convert_element_type(mm_2, f32)
-  top.packed: f32[16] = fsdp.pack([convert_element_type_10], [0])
+  mul_2: f32[4,4] = mul(convert_element_type_10, 2)
+  top.packed: f32[16] = fsdp.pack([mul_2], [0])
   top.grad.pending: f32[8] = fsdp.reduce_scatter(top.packed)
   top.grad: f32[8] = fsdp.wait(top.grad.pending)
   mm_4: bf16[4,4] = mm(permute_2, mm_3)
   low.pending: f32[16] = fsdp.all_gather(low)
   low.gathered: f32[16] = fsdp.wait(low.pending)
   low.weight: f32[4,4] = fsdp.view_out(low.gathered, 0)
-  convert_element_type: bf16[4,4] = prims.convert_element_type(low.weight, bf16)
+  mul: f32[4,4] = mul(low.weight, 2)
+  convert_element_type: bf16[4,4] = prims.convert_element_type(mul, bf16)
   permute_5: bf16[4,4] = permute(convert_element_type, [1, 0])
   mm_5: bf16[3,4] = mm(mm_3, permute_5)
   convert_element_type_15: f32[4,4] = prims.convert_element_type(mm_4, f32)
-  low.packed: f32[16] = fsdp.pack([convert_element_type_15], [0])
+  mul_3: f32[4,4] = mul(convert_element_type_15, 2)
+  low.packed: f32[16] = fsdp.pack([mul_3], [0])
   low.grad.pending: f32[8] = fsdp.reduce_scatter(low.packed)
   low.grad: f32[8] = fsdp.wait(low.grad.pending)
   return [low.grad, mm_5, top.grad]""",

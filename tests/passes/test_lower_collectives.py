@@ -216,7 +216,7 @@ class TestLoweredLayout(Pictures):
             drawing = Drawing()
             gathered = drawing.input("gathered", world_size * layout.numel)
             outs = [
-                drawing.call(ops.COPY_OUT, gathered, slot.parameter, slot.offset, list(slot.shape), world_size)
+                drawing.call(ops.COPY_OUT, gathered, slot.parameter, slot.offset, list(slot.shape), world_size, None)
                 for slot in layout.slots
             ]
             graph = drawing.returns(*outs).then(LowerCollectives())

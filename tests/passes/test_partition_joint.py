@@ -228,7 +228,7 @@ forward(x: f32[4,4], w: f32[4,4])
             saved(low=True, mid=True, top=True), """return [mm_2, mid, top, primals_2, mm, mm_1]"""
         )
 
-    def test_a_weight_cast_to_bf16_is_cast_again_in_the_backward(self):
+    def test_what_follows_from_a_weight_is_computed_again_in_the_backward(self):
         graphs = trace(two_products(), rows().bfloat16().requires_grad_())
         self.assertExpectedInline(
             last_line(graphs.after(PartitionJoint)), """return [mm_1, top.weight, low, permute, permute_2]"""
@@ -238,18 +238,22 @@ forward(x: f32[4,4], w: f32[4,4])
             """\
 backward(top.weight: f32[4,4], low: f32[8], permute: bf16[4,3], permute_2: bf16[4,3], tangents_1: bf16[3,4])
   low.weight: f32[4,4] = fsdp.unshard(low, 0)
-  convert_element_type_3: bf16[4,4] = prims.convert_element_type(top.weight, bf16)
+  mul_1: f32[4,4] = mul(top.weight, 2)
+  convert_element_type_3: bf16[4,4] = prims.convert_element_type(mul_1, bf16)
   permute_4: bf16[4,4] = permute(convert_element_type_3, [1, 0])
-  convert_element_type: bf16[4,4] = prims.convert_element_type(low.weight, bf16)
+  mul: f32[4,4] = mul(low.weight, 2)
+  convert_element_type: bf16[4,4] = prims.convert_element_type(mul, bf16)
   permute_5: bf16[4,4] = permute(convert_element_type, [1, 0])
   mm_2: bf16[4,4] = mm(permute, tangents_1)
   mm_3: bf16[3,4] = mm(tangents_1, permute_4)
   convert_element_type_10: f32[4,4] = prims.convert_element_type(mm_2, f32)
-  top.grad: f32[8] = fsdp.reduce_gradient([convert_element_type_10], [0])
+  mul_2: f32[4,4] = mul(convert_element_type_10, 2)
+  top.grad: f32[8] = fsdp.reduce_gradient([mul_2], [0])
   mm_4: bf16[4,4] = mm(permute_2, mm_3)
   mm_5: bf16[3,4] = mm(mm_3, permute_5)
   convert_element_type_15: f32[4,4] = prims.convert_element_type(mm_4, f32)
-  low.grad: f32[8] = fsdp.reduce_gradient([convert_element_type_15], [0])
+  mul_3: f32[4,4] = mul(convert_element_type_15, 2)
+  low.grad: f32[8] = fsdp.reduce_gradient([mul_3], [0])
   return [low.grad, mm_5, top.grad]""",
         )
 

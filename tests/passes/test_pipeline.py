@@ -41,6 +41,7 @@ class TestPipeline(Pictures):
             "\n".join(map(repr, pipeline.joint)),
             """\
 MergeUnshards()
+CommuteCasts(parted=frozenset())
 MergeGradients()""",
         )
         self.assertExpectedInline(repr(pipeline.partition), """PartitionJoint(reshard={'up': True})""")
@@ -80,6 +81,7 @@ ComputeEarly()""",
             """\
 joint    Captured
 joint    MergeUnshards
+joint    CommuteCasts
 joint    MergeGradients
 forward  PartitionJoint
 backward PartitionJoint
@@ -112,6 +114,7 @@ backward PinMatmuls""",
             "\n".join(f"{graph.name:<9}{type(step).__name__}" for step, graph in graphs.steps),
             """\
 forward  MergeUnshards
+forward  CommuteCasts
 forward  InsertReduceScatter
 forward  InsertAllGather
 forward  InsertFree

@@ -237,11 +237,11 @@ backward
             trace(Chain(up=Bfloat16Product()), rows().bfloat16()).graphs.schedule(),
             """\
 forward
-                            all_gather root                         64
-                            wait root.gathered                      64
-  prims.convert_element_type                                        64
+  cast                                                              0
+                            all_gather root                         32
+                            wait root.gathered                      32
+  mm                                                                32
                             free root.gathered                      0
-  mm                                                                0
 backward
   mm                                                                0
   prims.convert_element_type                                        0

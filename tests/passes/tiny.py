@@ -71,8 +71,30 @@ class Bfloat16Product(nn.Module):
         return x @ self.weight.bfloat16()
 
 
+class DoubledProduct(Bfloat16Product):
+    """A weight that is doubled in fp32, and used as bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * 2).bfloat16()
+
+
 def two_products() -> Chain:
-    return Chain(low=Bfloat16Product(), top=Bfloat16Product())
+    return Chain(low=DoubledProduct(), top=DoubledProduct())
+
+
+class Mixed(nn.Module):
+    """What autocast makes of a block: weights of matmuls as bf16, those of a norm as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4, bias=False)
+        self.up = linear(4, 8)
+        self.down = linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x).bfloat16() @ self.up.weight.bfloat16().t()
+        z: Tensor = x + (y.relu() @ self.down.weight.bfloat16().t())
+        return z
 
 
 class Checkpointed(Chain):
