@@ -23,6 +23,7 @@ import torch
 import torch.fx
 
 from . import ops
+from .merge_unshards import refuse_repeated_unshards
 
 _CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
@@ -34,6 +35,7 @@ class CommuteCasts:
     parted: frozenset[str] = frozenset()
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
+        refuse_repeated_unshards(gm.graph)
         for unshard, dtype in narrow_reads(gm.graph, self.parted).items():
             casts = list(unshard.users)
             with gm.graph.inserting_before(unshard):

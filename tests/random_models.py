@@ -65,8 +65,8 @@ ODD_NAMES = (
 """Names that modules may have: all that torch refuses is a dot."""
 
 
-def trees(*, with_dropout: bool = True) -> st.SearchStrategy[Tree]:
-    """What `RandomModel` is built of."""
+def trees(*, with_dropout: bool = True, with_rounding: bool = False) -> st.SearchStrategy[Tree]:
+    """What `RandomModel` is built of; of what rounds, Inductor leaves a part out."""
     plain = st.one_of(
         st.tuples(st.just("linear"), st.booleans()),
         st.tuples(st.just("mlp"), st.integers(1, 9)),
@@ -81,6 +81,7 @@ def trees(*, with_dropout: bool = True) -> st.SearchStrategy[Tree]:
         st.just(("double",)),
     )
     plain |= st.tuples(st.just("named"), st.sampled_from(ODD_NAMES), plain)
+    plain |= st.tuples(st.just("narrow"), st.integers(1, 9)) if with_rounding else st.nothing()
     inner = st.tuples(st.just("checkpoint"), plain)
     leaves = plain | st.just(("counted",))
     leaves |= st.just(("dropout",)) if with_dropout else st.nothing()
@@ -194,6 +195,22 @@ class TinyUnit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sin(x * self.factor.float().sum())
+
+
+class Narrow(nn.Module):
+    """A product as autocast computes it: one weight and the bias are cast, another weight stays as it is."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(WIDTH, hidden))
+        self.scale = nn.Parameter(torch.randn(hidden))
+        self.down = nn.Parameter(torch.randn(hidden, WIDTH))
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh((x.bfloat16() @ self.up.bfloat16()).to(x.dtype) * self.scale.to(x.dtype))
+        z: Tensor = (y.bfloat16() @ self.down.bfloat16() + self.bias.bfloat16()).to(x.dtype)
+        return z
 
 
 class Mlp(nn.Module):
@@ -343,6 +360,7 @@ _NESTED: dict[str, Any] = {
 _LEAVES: dict[str, Any] = {
     "linear": lambda bias: nn.Linear(WIDTH, WIDTH, bias=bias),
     "mlp": Mlp,
+    "narrow": Narrow,
     "norm": lambda: nn.LayerNorm(WIDTH),
     "scale": Scale,
     "adapter": Adapter,

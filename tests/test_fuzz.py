@@ -68,7 +68,15 @@ ADAPTERS = ("sequence", (("adapter", 3), ("linear", False), ("adapter", 3), ("ad
 
 
 @settings(max_examples=NUM_EXAMPLES)
-@given(trees(), st.booleans(), st.sampled_from(WORLD_SIZES), options(), st.integers(1, 3), st.booleans())
+@given(
+    trees(with_rounding=True),
+    st.booleans(),
+    st.sampled_from(WORLD_SIZES),
+    options(),
+    st.integers(1, 3),
+    st.booleans(),
+)
+@example(("sum", ("narrow", 7), ("norm",)), False, (1, 3), {"auto_wrap_policy": {RandomModel}}, 2, True)  # one message
 @example(("linear", False), False, (2, 2), PLANNED, 1, False)  # two reductions under way, each over both axes
 @example(AGAIN, False, (1, 1), {"sharding_strategy": ShardingStrategy.NO_SHARD}, 1, False)  # random in a checkpoint
 @example(NORMED, True, (2, 2), {"reshard_after_forward": False}, 3, True)  # rows were looked up by rounding
@@ -98,7 +106,7 @@ def test_a_random_model_computes_what_it_does_unsharded(tree, is_double, world_s
 
 @settings(max_examples=NUM_EXAMPLES // 25)
 @given(
-    trees(),
+    trees(with_rounding=True),
     st.lists(st.sampled_from(WORLD_SIZES), min_size=2, max_size=3, unique=True),
     options(),
     st.sampled_from([1.0, 0.5]),

@@ -49,7 +49,7 @@ def graphs_of(model=Mixer, batch=TRACED[0], seq=TRACED[1], world_size=2, is_dyna
     x = torch.randn(batch, seq, 6)
     if is_dynamic:
         torch._dynamo.mark_dynamic(x, (0, 1))
-    return rewrite(model(), x, world_size=world_size, auto_wrap_policy=nn.Linear, **options)
+    return rewrite(model(), x, world_size=world_size, **{"auto_wrap_policy": nn.Linear, **options})
 
 
 def numbers_of(graphs, compiler):
@@ -121,6 +121,15 @@ def test_parts_that_are_kept_for_a_gather_by_fewer_ranks():
 def test_shards_that_are_cast():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert_numbers_agree(world_size=2, others=[(4, 7, 3)], mp_policy=policy)
+
+
+@pytest.mark.parametrize("units", [{nn.Linear, nn.LayerNorm}, {Mixer}])
+def test_parameters_that_are_cast_before_they_are_gathered(units):
+    with torch.autocast("cpu", torch.bfloat16):
+        graphs = graphs_of(auto_wrap_policy=units)
+        gathers = [node for node in graphs.forward.graph.nodes if ops.is_all_gather(node)]
+        assert gathers[0].meta["val"].dtype == torch.bfloat16
+        assert_numbers_agree(world_size=2, others=[(4, 7, 3), (4, 7, 8)], auto_wrap_policy=units)
 
 
 @pytest.mark.parametrize("lowering", ["packed", "grouped"])

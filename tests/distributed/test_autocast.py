@@ -75,9 +75,9 @@ def test_casts_before_gathers_change_nothing_to_the_last_bit(world_size, backend
             patch.setenv("FSDP_COMPILE_POISON", "1")
         model, wide = (fsdp_compile(build(name), backend=backend, **options) for _ in range(2))
         found = train(model)
-        patch.setattr(torch.compiler.config, "force_disable_caches", True)  # they know nothing of the next line
         patch.setattr(commute_casts, "narrow_reads", lambda graph, parted: {})
-        expected = train(wide)
+        with torch.compiler.config.patch(force_disable_caches=True):  # they know nothing of that
+            expected = train(wide)
     assert_equal(found, expected)
     assert set(gathered_dtypes(wide)) == {torch.float32}
     assert torch.bfloat16 in gathered_dtypes(model)

@@ -6,6 +6,7 @@ import torch
 
 from docs.generate_passes import PASSES
 from fsdp_compile.passes import ops
+from fsdp_compile.passes.commute_casts import CommuteCasts
 from fsdp_compile.passes.compute_early import ComputeEarly
 from fsdp_compile.passes.delay_reduce_scatter_wait import DelayReduceScatterWait
 from fsdp_compile.passes.end_lives import EndLives
@@ -61,6 +62,10 @@ up.weight#2 reads the same parameter as up.weight: run MergeUnshards first
 > up.weight#2: f32[4,4] = fsdp.unshard(up, 0)
   return [up.weight, up.weight#2]""",
         )
+
+    def test_commute_casts_needs_one_unshard_per_parameter(self):
+        message = self.refused(two_reads(), CommuteCasts())
+        self.assertIn("reads the same parameter as up.weight: run MergeUnshards first", message)
 
     def test_insert_all_gather_needs_one_unshard_per_parameter(self):
         self.assertExpectedInline(
