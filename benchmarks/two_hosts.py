@@ -31,7 +31,7 @@ from harness import BACKWARD, FORWARD, OPTIMIZER, RANK, Reply, Team, Teams, mill
 from hosts import environment, on_host, shape, two_hosts
 from subjects import SUBJECTS
 
-MODELS = ["gpt", "mlp", "conv", "conv-large"]
+MODELS = ["gpt", "gpt-autocast", "mlp", "conv", "conv-large"]
 DEFAULT = [name for name in SUBJECTS if name not in ("fsdp_compile-packed", "fsdp_compile-grouped")]
 
 

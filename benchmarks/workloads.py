@@ -38,6 +38,25 @@ def gpt(layers: int = 8, dim: int = 512, seq: int = 128, batch: int = 8, vocab: 
     return Workload(build, lambda: _tokens(batch, seq, vocab), "blocks")
 
 
+class Autocast(nn.Module):
+    """A model that computes its loss under autocast."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with torch.autocast(inputs[0].device.type, torch.bfloat16):
+            loss: Tensor = self.model(*inputs)
+        return loss
+
+
+def gpt_autocast(**config: int) -> Workload:
+    """The GPT under autocast to bfloat16."""
+    plain = gpt(**config)
+    return dataclasses.replace(plain, build=lambda: Autocast(plain.build()), units=f"model.{plain.units}")
+
+
 def mlp(layers: int = 6, dim: int = 768, rows: int = 512) -> Workload:
     """28.3 million parameters, and little to compute with each."""
     return Workload(lambda: Mlp(dim, layers), lambda: (torch.randn(rows, dim), torch.randn(rows, dim)), "layers")
@@ -126,4 +145,12 @@ def _tokens(batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
     return torch.randint(vocab, (batch, seq)), torch.randint(vocab, (batch, seq))
 
 
-WORKLOADS = {"gpt": gpt, "mlp": mlp, "conv": conv, "conv-large": conv_large, "stack": stack, "llama": llama}
+WORKLOADS = {
+    "gpt": gpt,
+    "gpt-autocast": gpt_autocast,
+    "mlp": mlp,
+    "conv": conv,
+    "conv-large": conv_large,
+    "stack": stack,
+    "llama": llama,
+}
