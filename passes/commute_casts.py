@@ -22,7 +22,7 @@ from collections import Counter
 import torch
 import torch.fx
 
-from . import ops
+from . import metadata, ops
 from .merge_unshards import refuse_repeated_unshards
 
 _CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
@@ -38,15 +38,11 @@ class CommuteCasts:
         refuse_repeated_unshards(gm.graph)
         for unshard, dtype in narrow_reads(gm.graph, self.parted).items():
             casts = list(unshard.users)
-            with gm.graph.inserting_before(unshard):
-                names = [formal.name for formal in unshard.target._schema.arguments]  # type: ignore[union-attr]
-                arguments = list(unshard.args)
-                arguments[names.index("dtype")] = dtype
-                narrow = ops.call(gm.graph, ops.UNSHARD, *arguments, like=unshard)
+            ops.set_argument(unshard, "dtype", dtype)
+            metadata.describe(unshard, casts[0].meta["val"], like=unshard)
             for cast in casts:
-                cast.replace_all_uses_with(narrow)
+                cast.replace_all_uses_with(unshard)
                 gm.graph.erase_node(cast)
-            gm.graph.erase_node(unshard)
 
 
 def narrow_reads(graph: torch.fx.Graph, parted: frozenset[str] = frozenset()) -> dict[torch.fx.Node, torch.dtype]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -187,13 +188,13 @@ class GatheredBucket:
         for same in uses.values():
             yield dataclasses.replace(self, first_use_of_unshard=same)
 
-    @property
+    @cached_property
     def regions(self) -> list[Region]:
         """What is sent of the shard where it is not sent whole: what stands in its parameters, in their order.
 
         Messages begin at multiples of 16 bytes of the buffer, as those of shards do.
         """
-        if len(list(self.by_dtype())) == 1:
+        if len({unshard.meta["val"].dtype for unshard in self.first_use_of_unshard}) == 1:
             return []
         found, numel = [], self.shard.meta["val"].numel()
         for unshard in sorted(self.first_use_of_unshard, key=lambda unshard: ops.argument(unshard, "offset")):

@@ -111,12 +111,6 @@ def _numel(shards: list[torch.Tensor]) -> int:
     return sum(shard.numel() for shard in shards)
 
 
-def _numel_of_regions(begins: list[int], ends: list[int], is_cast: list[bool], ratio: int) -> int:
-    """Elements of regions of a shard, each of which is cast, or sent as `ratio` elements for each of its own."""
-    regions = zip(begins, ends, is_cast, strict=True)
-    return sum((end - begin) * (1 if cast else ratio) for begin, end, cast in regions)
-
-
 def _empty(
     like: list[torch.Tensor], numel: int, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> torch.Tensor:
@@ -165,7 +159,7 @@ JOIN = Operator(
 NARROW = Operator(
     "narrow(Tensor shard, str bucket, int[] begins, int[] ends, bool[] is_cast, ScalarType dtype) -> Tensor",
     lambda shard, bucket, begins, ends, is_cast, dtype: shard.new_empty(
-        _numel_of_regions(begins, ends, is_cast, dtype_ratio(shard, dtype)), dtype=dtype
+        sum(sizes_of_regions(begins, ends, is_cast, dtype_ratio(shard, dtype))), dtype=dtype
     ),
     shown=("shard", "begins", "is_cast"),
     name="{bucket}.{dtype}",
@@ -329,6 +323,12 @@ def dtype_ratio(wide: torch.Tensor, narrow: torch.dtype) -> int:
     return wide.dtype.itemsize // narrow.itemsize
 
 
+def sizes_of_regions(begins: list[int], ends: list[int], is_cast: list[bool], ratio: int) -> list[int]:
+    """Elements of regions of a shard, each of which is cast, or sent as `ratio` elements for each of its own."""
+    regions = zip(begins, ends, is_cast, strict=True)
+    return [(end - begin) * (1 if cast else ratio) for begin, end, cast in regions]
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Reading graphs
 # ---------------------------------------------------------------------------------------------------------------
@@ -340,6 +340,12 @@ def argument(node: torch.fx.Node, name: str) -> Any:
         if formal.name == name:
             return node.args[index]
     raise KeyError(f"{node.target} has no argument {name}")
+
+
+def set_argument(node: torch.fx.Node, name: str, value: Any) -> None:
+    """Give a call of one of our operators another argument `name`; its value in the metadata stays."""
+    names = [formal.name for formal in node.target._schema.arguments]  # type: ignore[union-attr]
+    node.update_arg(names.index(name), value)
 
 
 def is_call(node: torch.fx.Node, *targets: Any) -> bool:

@@ -253,7 +253,7 @@ def _places(sent: torch.fx.Node) -> dict[int, int]:
         return {}
     begins, ends, is_cast = (ops.argument(sent, name) for name in ("begins", "ends", "is_cast"))
     ratio = ops.dtype_ratio(sent.all_input_nodes[0].meta["val"], ops.argument(sent, "dtype"))
-    sizes = [(end - begin) * (1 if cast else ratio) for begin, end, cast in zip(begins, ends, is_cast, strict=True)]
+    sizes = ops.sizes_of_regions(begins, ends, is_cast, ratio)
     return dict(zip([0, *accumulate(sizes)], begins, strict=False))
 
 
@@ -270,10 +270,10 @@ def _scale(node: torch.fx.Node, ranks_of_group: Mapping[str, Any], buckets: Mapp
     if node.op == "placeholder":
         numel = _numel_of_input(node, buckets)
     elif ops.is_collective(node):
-        _set_ranks(node, ranks_of_group[ops.argument(node, "group")])
+        ops.set_argument(node, "world_size", ranks_of_group[ops.argument(node, "group")])
         numel = _numel_of_collective(node, buckets)
     elif _is_packing(node):
-        _set_ranks(node, NUM_SHARDS)
+        ops.set_argument(node, "world_size", NUM_SHARDS)
         numel = buckets[ops.argument(node, "bucket")].numel * NUM_SHARDS
     elif ops.is_call(node, ops.NARROW):
         numel = buckets[ops.argument(node, "bucket")].numel_of_narrow(node)
@@ -288,11 +288,6 @@ def _scale(node: torch.fx.Node, ranks_of_group: Mapping[str, Any], buckets: Mapp
         return
     if numel is not None:
         node.meta["val"] = dataclasses.replace(node.meta["val"], shape=(numel,))
-
-
-def _set_ranks(node: torch.fx.Node, ranks: Any) -> None:
-    names = [formal.name for formal in node.target._schema.arguments]  # type: ignore[union-attr]
-    node.update_arg(names.index("world_size"), ranks)
 
 
 def _numel_of_input(node: torch.fx.Node, buckets: Mapping[str, _Bucket]) -> Any:
