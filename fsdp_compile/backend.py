@@ -151,6 +151,7 @@ def compile_graph(
         running=agreed.running,
         generates_code=generates_code,
         options=dict(config.options or {}),
+        records_cuda_graphs=config.records_cuda_graphs,
         keep=_keep(shardings, planner, agreed, on_found),
     )
     return capture.compile(gm, example_inputs)
@@ -229,7 +230,8 @@ def _common_pipeline(shardings: list[Sharding], config: CompileConfig) -> tuple[
     if not shardings:
         return (lambda plan: Pipeline.of()), None
     first, *others = shardings
-    if any(other.pipeline()(None) != first.pipeline()(None) or other.schedule != first.schedule for other in others):
+    pipeline = first.pipeline(config)
+    if any(other.pipeline(config)(None) != pipeline(None) or other.schedule != first.schedule for other in others):
         schedules = [sharding.schedule for sharding in shardings]
         raise ConfigError(f"models that are compiled into one graph need the same schedule options, not {schedules}")
     planner = None if others and first.schedule.is_at_hand else first.planner(config)
@@ -238,7 +240,7 @@ def _common_pipeline(shardings: list[Sharding], config: CompileConfig) -> tuple[
             "hardware and memory_budget plan for one model, and several are compiled into one graph: shard the module "
             "that holds them"
         )
-    return first.pipeline(), planner
+    return pipeline, planner
 
 
 def _refuse(*_: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,21 +26,18 @@ DEVICE = torch.device(os.environ.get("TESTS_DEVICE", "cpu"))
 def made(kind: Callable[..., nn.Module], *args: Any, seed: int = 0) -> nn.Module:
     """What `kind` returns, with the same values wherever it is made with the same seed."""
     torch.manual_seed(seed)
-    return kind(*args)
+    with placed():
+        return kind(*args)
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     """The model of that name, with the same values wherever it is built with the same seed."""
-    return placed(made(MODELS[name], seed=seed))
+    return made(MODELS[name], seed=seed)
 
 
-def placed(model: nn.Module) -> nn.Module:
-    """A model that was made on the CPU, with the same values and inputs, on `DEVICE`."""
-    if DEVICE.type == "cpu":
-        return model
-    inputs = model.inputs
-    model.inputs = lambda batch, seed: tuple(tensor.to(DEVICE) for tensor in inputs(batch, seed))
-    return model.to(DEVICE)
+def placed() -> AbstractContextManager[Any]:
+    """Inside, tensors are made on `DEVICE`, unless something else is said outside."""
+    return DEVICE if torch.get_default_device().type == "cpu" != DEVICE.type else nullcontext()
 
 
 def everything_of(model: nn.Module) -> tuple[Any, ...]:
@@ -56,8 +54,9 @@ def _hooks_of(module: nn.Module) -> dict[str, list[Any]]:
     return {name: list(value.values()) for name, value in vars(module).items() if "hooks" in name and value}
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def seeded(seed: int) -> torch.Generator:
+    """A generator of values on `DEVICE`."""
+    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 class Regression(nn.Module):
@@ -66,7 +65,7 @@ class Regression(nn.Module):
     width = 5
 
     def inputs(self, batch: int, seed: int) -> tuple[Tensor, Tensor]:
-        generator = _generator(seed)
+        generator = seeded(seed)
         return torch.randn(batch, self.width, generator=generator), torch.randn(batch, 1, generator=generator)
 
 
@@ -156,7 +155,7 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def inputs(self, batch: int, seed: int) -> tuple[Tensor, Tensor]:
-        text = torch.randint(self.vocabulary, (batch, self.length + 1), generator=_generator(seed))
+        text = torch.randint(self.vocabulary, (batch, self.length + 1), generator=seeded(seed))
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
@@ -181,7 +180,7 @@ class ConvNet(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))), labels)
 
     def inputs(self, batch: int, seed: int) -> tuple[Tensor, Tensor]:
-        generator = _generator(seed)
+        generator = seeded(seed)
         images = torch.randn(batch, 1, 6, 6, generator=generator)
         return images, torch.randint(10, (batch,), generator=generator)
 

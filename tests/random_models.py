@@ -17,6 +17,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from tests.models import seeded
+
 WIDTH = 5  # of all features: no number of ranks divides it
 
 Tree = tuple[Any, ...]
@@ -115,7 +117,7 @@ class RandomModel(nn.Module):
 
     @staticmethod
     def inputs(rows: int, seed: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
@@ -139,7 +141,7 @@ class HeadedModel(RandomModel):
 
     def freeze(self, seed: int) -> None:
         """Freeze a part of the parameters behind the first layer, and thaw the others."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         for name, parameter in self.named_parameters():
             if not name.startswith("first.") and parameter.dtype != torch.bfloat16:
                 parameter.requires_grad_(bool(torch.rand((), generator=generator) < 0.6))

@@ -12,6 +12,9 @@ A worker waits on a pipe, so an idle pool costs no processor time. The function 
 live in a module), arguments and results by pickle. Whatever goes wrong on a rank ends its pool, because ranks
 that stopped at different places share no usable process group any more: the exception is raised again in the
 test with the rank's traceback, and the next test starts a fresh pool.
+
+With TESTS_DEVICE=cuda in the environment, ranks train on GPUs, over NCCL, and GPUs are their default device. Ranks may
+share a GPU: NCCL 2.30 allows that if NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.models import DEVICE
 
 TIME_LIMIT = 240.0  # seconds a function may take, its compilation by Inductor included
 START_LIMIT = 120.0  # seconds until every worker has imported torch and joined the process group
@@ -99,6 +104,15 @@ def run_until_parted(world_size: int, function: Callable[..., Any], *args: Any) 
             _pools.pop(world_size).stop()
 
 
+def use_device(rank: int) -> str:
+    """Use the GPU of this rank, if ranks train on GPUs; the backends of a process group."""
+    if DEVICE.type == "cpu":
+        return "gloo"
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.backends.cudnn.allow_tf32 = False  # convolutions are compared in float32; matmuls are by default
+    return "cpu:gloo,cuda:nccl"  # what is offloaded is gathered by gloo
+
+
 def join_fake_group(world_size: int, rank: int = 0, backend: str = "fake") -> None:
     """This process takes the place of a rank among `world_size`, in a group that sends nothing; with 0, of none."""
     if dist.is_initialized():
@@ -123,6 +137,7 @@ def session_directory() -> Path:
 def environment() -> dict[str, str]:
     """What a worker (and the session itself) needs set before it imports torch."""
     return {
+        **({"CUDA_VISIBLE_DEVICES": ""} if DEVICE.type == "cpu" else {}),  # a forked worker could not use what is there
         "OMP_NUM_THREADS": "1",
         "FSDP_COMPILE_HARDWARE": "0",  # schedules that tests look at do not depend on this machine
         "XDG_CACHE_HOME": str(session_directory() / "cache"),  # nor on what was kept before
@@ -145,15 +160,18 @@ class Failure:
 
 
 class RankPool:
-    """The worker processes of one world size, joined in one gloo process group."""
+    """The worker processes of one world size, joined in one process group."""
 
     def __init__(self, world_size: int) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix=f"{world_size}-", dir=session_directory()))
         self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes: list[multiprocessing.process.BaseProcess] = []
-        context = multiprocessing.get_context("forkserver")  # a spawned process would import torch again
-        context.set_forkserver_preload(PRELOADED)
+        if DEVICE.type == "cpu":
+            context = multiprocessing.get_context("forkserver")  # a spawned process would import torch again
+            context.set_forkserver_preload(PRELOADED)
+        else:
+            context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         with _patched_environ(environment() | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}):  # threads that start compilers
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
@@ -268,7 +286,9 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log: Path) -
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port)
     timeout = datetime.timedelta(seconds=TIME_LIMIT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if DEVICE.type != "cpu":
+        torch.set_default_device(DEVICE)
+    dist.init_process_group(use_device(rank), store=store, rank=rank, world_size=world_size, timeout=timeout)
     gc.freeze()  # what was imported stays; looking through it before every test takes longer than many tests
     pipe.send_bytes(pickle.dumps(None))
     while True:

@@ -73,6 +73,7 @@ class Capture(Rewriting):
         running: a context for a forward, or not, while its compiled graph runs.
         generates_code: whether Inductor compiles the graphs, or they run as they are.
         options: Inductor's, by name.
+        records_cuda_graphs: whether they include that what runs on a GPU is recorded.
         keep: how compiled calls are kept for the next start; None: they are not.
     """
 
@@ -80,6 +81,7 @@ class Capture(Rewriting):
     running: Callable[[bool], AbstractContextManager[None]] = lambda is_forward: nullcontext()
     generates_code: bool = True
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    records_cuda_graphs: bool = False
     keep: Keep | None = None
 
     def compile(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -170,10 +172,15 @@ class Capture(Rewriting):
                 with updating(running.update):
                     returned = list(compiled(arguments))
                 running.finish(returned)
-            return returned
+            return list(map(_copied, returned)) if self.records_cuda_graphs else returned
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
         return run
+
+
+def _copied(returned: Any) -> Any:
+    """A gradient that is still there when a CUDA graph takes its memory for the next call."""
+    return returned.clone() if isinstance(returned, torch.Tensor) else returned
 
 
 def _reads_shards(gm: torch.fx.GraphModule) -> bool:

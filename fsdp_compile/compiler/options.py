@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch._inductor.config
+
 from ..checks import check_bool, check_choice
 from ..errors import ConfigError
 
@@ -28,3 +31,9 @@ class CompileConfig:
             raise ConfigError(f"dynamic is None or a bool, not {self.dynamic!r}")
         if self.options and self.backend != "inductor":
             raise ConfigError(f"options are Inductor's; backend={self.backend!r} has none")
+
+    @property
+    def records_cuda_graphs(self) -> bool:
+        """Whether Inductor is to record what runs on a GPU: a replay runs the kernels, and no Python between them."""
+        asked = (self.options or {}).get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs)
+        return self.backend == "inductor" and bool(asked)

@@ -106,15 +106,17 @@ class Sharding(Shards):
         """Those compiled so far; what an earlier start has compiled is read when one looks at it."""
         return [read() for read in self.made]
 
-    def pipeline(self) -> Callable[[StepPlan | None], Pipeline]:
+    def pipeline(self, compiler: CompileConfig) -> Callable[[StepPlan | None], Pipeline]:
         """The passes that this model's graphs run through, for a plan or None. It does not keep the model alive."""
-        return partial(pipeline_of, self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
+        schedule = self._schedule_for(compiler)
+        return partial(pipeline_of, schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
 
     def planner(self, compiler: CompileConfig) -> Planner | None:
         """What plans this model's graphs; None if their schedule follows from the options. As `pipeline` otherwise."""
         if (hardware := self.schedule.hardware) is None:
             return None
-        leeway = leeway_of(self.schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
+        schedule = self._schedule_for(compiler)
+        leeway = leeway_of(schedule, self.units, num_shards_of(self.mesh), self.parts, self._is_grouped)
         goal = Goal(
             hardware,
             self.schedule.memory_budget,
@@ -128,6 +130,10 @@ class Sharding(Shards):
             return make() if agreement is None else agreement.decided_by_first(statement, make)
 
         return Planner(leeway, goal, self.plans, statement_of_graphs, decide, self.undecided, keeps=True)
+
+    def _schedule_for(self, compiler: CompileConfig) -> ScheduleConfig:
+        """As the options say; an optimizer cannot step within a CUDA graph, but behind it."""
+        return self.schedule.without_updates() if compiler.records_cuda_graphs else self.schedule
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks what a call raised on this one; RuntimeError if they cannot be told."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import fsdp_compile
 from fsdp_compile.compiler.partitioner import Partitioner
 from fsdp_compile.costs import HARDWARE
-from tests.models import build
+from tests.models import build, seeded
 from tests.ranks import join_fake_group
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -98,7 +98,7 @@ class Halves(Scaled):
 
 
 def rows(num=4):
-    return torch.randn(num, 8, generator=torch.Generator().manual_seed(0))
+    return torch.randn(num, 8, generator=seeded(0))
 
 
 def assert_same(found, expected):

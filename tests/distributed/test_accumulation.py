@@ -21,7 +21,7 @@ from tests.distributed.training import (
     full_gradients,
     hybrid_mesh,
 )
-from tests.models import build, made
+from tests.models import build, made, seeded
 from tests.ranks import on_ranks
 
 NUM = 4  # micro-batches in a step
@@ -187,7 +187,7 @@ class Switch(torch.nn.Module):
 @on_ranks(2)
 def test_what_the_last_micro_batch_does_not_use_is_reduced_all_the_same(world_size, front_end):
     expected, model = made(Switch), front_end(made(Switch))
-    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(6, 5, generator=seeded(0))
     rows = x.chunk(2)[dist.get_rank()]
     with model.no_sync():
         model(rows, True).backward()
@@ -267,7 +267,7 @@ def test_what_is_kept_is_reduced_whatever_happens_to_the_model_in_between(world_
         model = front_end(copy.deepcopy(expected), auto_wrap_policy=policy)
         for index in range(2):
             dtype = model.first.weight.dtype
-            rows = torch.randn(world_size, 3, 5, generator=torch.Generator().manual_seed(index)).to(dtype)
+            rows = torch.randn(world_size, 3, 5, generator=seeded(index)).to(dtype)
             rows.requires_grad_()  # a backward runs through a model that is frozen as a whole
             with model.no_sync() if index == 0 else contextlib.nullcontext():
                 model(rows[dist.get_rank()]).backward()

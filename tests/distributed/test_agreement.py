@@ -14,6 +14,7 @@ from fsdp_compile import RankError, fsdp_compile
 from fsdp_compile.module.sharding import sharding_of
 from fsdp_compile.runtime.agreement import agreement_of
 from tests.distributed.training import adamw, assert_same_parameters
+from tests.models import seeded
 from tests.ranks import on_ranks, run_until_parted
 
 SOON = 30.0  # seconds
@@ -207,7 +208,7 @@ def test_a_rank_that_does_not_come_is_named():
 def test_ranks_with_batches_of_different_sizes_train_undisturbed(world_size):
     expected, model = made(), fsdp_compile(made(), backend="aot_eager")
     optimizer, expected_optimizer = adamw(model.parameters()), adamw(expected.parameters())
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     agreement = agreement_of(sharding_of(model).mesh)
     numbers = []
     for _ in range(20):

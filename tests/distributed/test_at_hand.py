@@ -20,7 +20,7 @@ from fsdp_compile.module.sharding import sharding_of
 from fsdp_compile.planning import step_plans
 from tests.distributed.test_plans import SLOW
 from tests.distributed.training import assert_trains_as, backend_of, batch_of_rank
-from tests.models import build
+from tests.models import DEVICE, build
 from tests.ranks import on_ranks, session_directory
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def started_again():
 
 
 def everyone():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(DEVICE.type, (dist.get_world_size(),))
 
 
 def watched(name):
@@ -84,7 +84,7 @@ AROUND = {
     "nothing": contextlib.nullcontext,
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast": lambda: torch.autocast(DEVICE.type, torch.bfloat16),
     "bfloat16": lambda: default_dtype(torch.bfloat16),
     "meta": lambda: torch.device("meta"),
 }
@@ -131,7 +131,7 @@ def test_what_joins_hosts_is_looked_at_in_every_start(world_size):
 
 @on_ranks(4)
 def test_a_part_of_the_ranks_is_planned_for_if_asked_and_measures_nothing(world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "dp"))["dp"]
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pipe", "dp"))["dp"]
     with a_new_machine() as folder, watched("calibrate") as measured:
         with pytest.raises(ConfigError, match="a part of the ranks needs hardware="):
             shard(build("gpt"), mesh, memory_budget="1 GiB")

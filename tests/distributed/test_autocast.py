@@ -7,13 +7,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from fsdp_compile import fsdp_compile
 from fsdp_compile.passes import commute_casts, ops
 from tests.distributed.training import first_rows, full, sgd
-from tests.models import MODELS, build
+from tests.models import DEVICE, MODELS, build
 from tests.ranks import on_ranks
 
 ONCE = [
     name for name in MODELS if name not in ("called_twice", "gpt", "graph_break")
 ]  # eager adds bf16 where we add fp32
-AROUND = torch.autocast("cpu", torch.bfloat16)
+AROUND = torch.autocast(DEVICE.type, torch.bfloat16)
 
 
 def train(model, steps=2):

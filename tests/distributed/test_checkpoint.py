@@ -27,7 +27,7 @@ from tests.distributed.training import (
     state_of,
     train,
 )
-from tests.models import build
+from tests.models import DEVICE, build
 from tests.ranks import on_ranks, run_on_ranks
 
 ROWS = 12  # of the batch: divisible by every world size here, so that all train on the same
@@ -166,7 +166,7 @@ def test_a_model_made_on_the_meta_device_is_filled_from_rank_0(world_size):
     with torch.device("meta"):
         model = build("odd_parameters")
     compiled(model)
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     set_model_state_dict(model, state, options=FROM_RANK_0)
     assert_equal({name: full(value) for name, value in model.state_dict().items()}, expected.state_dict())
     train(model, adamw(model.parameters()), range(2), batch=part_of_batch)
@@ -189,7 +189,7 @@ def test_a_model_made_on_the_meta_device_is_filled_from_a_checkpoint(world_size,
         }
         assert all(isinstance(value, DTensor) and not value.is_meta for value in state.values())
     else:
-        model.to_empty(device="cpu")
+        model.to_empty(device=DEVICE)
         state = model.state_dict()
     dcp.load(state, checkpoint_id=tmp_path)
     model.load_state_dict(state, assign=assign)

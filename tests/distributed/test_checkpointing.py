@@ -35,7 +35,7 @@ from tests.distributed.training import (
     torch_compiled,
     train,
 )
-from tests.models import Block, Gpt, Regression, build, made
+from tests.models import DEVICE, Block, Gpt, Regression, build, made
 from tests.ranks import on_ranks
 
 FRONT_ENDS = {"compiled": compiled, "eager": shard}
@@ -129,7 +129,7 @@ def gpt_with_shared_weights():
 
 
 def mesh_of_replicas():
-    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(DEVICE.type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
 
 
 COMPOSED = {

@@ -42,7 +42,7 @@ from tests.distributed.training import (
     train,
     train_unsharded,
 )
-from tests.models import build, made
+from tests.models import DEVICE, build, made
 from tests.ranks import on_ranks
 
 fully_shard = functools.partial(compat.fully_shard, backend="aot_eager")
@@ -328,7 +328,7 @@ def test_unsupported_arguments_raise_and_change_nothing(world_size, options, wor
 def test_parts_over_other_ranks_and_a_model_sharded_twice_are_refused(world_size):
     model = build("gpt")
     fully_shard(model.blocks[0])
-    alone = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    alone = init_device_mesh(DEVICE.type, (1, 2), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ConfigError, match=r"blocks\.0 is sharded over the ranks"):
         fsdp_compile(model, alone)
     with pytest.raises(ConfigError, match=r"rewrite takes a model that is not sharded, and blocks\.0 is"):
@@ -350,8 +350,8 @@ def test_on_a_single_process_parts_keep_their_precision():
 
 @on_ranks(2)
 def test_arguments_of_fsdp1_that_name_a_device_and_a_mesh(world_size):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    model = wrapped(build("odd_mlp"), device_mesh=mesh, device_id=torch.device("cpu"))
+    mesh = init_device_mesh(DEVICE.type, (2,), mesh_dim_names=("shard",))
+    model = wrapped(build("odd_mlp"), device_mesh=mesh, device_id=DEVICE)
     assert next(model.parameters()).device_mesh == mesh  # DTensor may hold an equal one
     with pytest.raises((RuntimeError, AssertionError), match="CUDA|NVIDIA"):
         wrapped(build("odd_mlp"), device_id=0)

@@ -17,6 +17,7 @@ from fsdp_compile import ConfigError
 from fsdp_compile.compat import FullyShardedDataParallel as FSDP
 from fsdp_compile.passes import ops
 from tests.distributed.training import full, saved_and_loaded
+from tests.models import seeded
 from tests.ranks import on_ranks
 
 wrapped = functools.partial(FSDP, backend="aot_eager")
@@ -75,7 +76,7 @@ def as_one(mixed):
 
 
 def inputs():
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0))
+    return torch.randn(8, 4, generator=seeded(dist.get_rank() if dist.is_initialized() else 0))
 
 
 def gathered(model):

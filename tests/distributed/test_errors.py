@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_compile import ConfigError, fsdp_compile, rewrite, shard
 from fsdp_compile.compat import fully_shard
-from tests.models import Block, OddMlp, build, everything_of
+from tests.models import DEVICE, Block, OddMlp, build, everything_of
 from tests.ranks import join_fake_group
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -72,7 +72,7 @@ def test_a_parameter_that_has_its_say_in_the_all_gather(front_end, is_distribute
     monkeypatch.setattr(TwoTensor, "fsdp_pre_all_gather", lambda *_: None, raising=False)
     model, weight = build("odd_mlp"), TwoTensor(torch.ones(7, 5), torch.ones(7, 5))
     if is_distributed:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        mesh = init_device_mesh(DEVICE.type, (1, 2), mesh_dim_names=("dp", "tp"))["tp"]
         weight = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
     model.layers[0].weight = nn.Parameter(weight)
     with refused("layers.0.weight TwoTensor fsdp_pre_all_gather not called ignored_params"):
@@ -148,7 +148,7 @@ def test_the_backend_on_a_model_that_was_never_sharded(call_first):
 @front_ends
 def test_a_mesh_of_three_dimensions(front_end):
     join_fake_group(world_size=8)
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2, 2), mesh_dim_names=("a", "b", "c"))
     refuses(build("odd_mlp"), "mesh 3", front_end, mesh=mesh)
 
 
@@ -156,12 +156,12 @@ def test_a_mesh_of_three_dimensions(front_end):
 @pytest.mark.parametrize("names", [("dp", "tp"), ("pp", "dp"), ("tp",)])
 def test_a_mesh_with_a_dimension_that_splits_models(front_end, names):
     join_fake_group(world_size=4)
-    mesh = init_device_mesh("cpu", (2, 2) if len(names) == 2 else (4,), mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE.type, (2, 2) if len(names) == 2 else (4,), mesh_dim_names=names)
     refuses(build("odd_mlp"), "tp" if "tp" in names else "pp", front_end, mesh=mesh)
 
 
 def test_a_mesh_together_with_a_process_group():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE.type, (2,))
     refuses(build("odd_mlp"), "mesh process_group", mesh=mesh, process_group=dist.group.WORLD)
 
 
@@ -347,7 +347,7 @@ class Outer(nn.Module):
         self.own, self.inner = nn.Linear(2, 2), inner
 
 
-FSDP1 = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+FSDP1 = functools.partial(FullyShardedDataParallel, device_id=DEVICE)
 WRAPPERS = {
     "DistributedDataParallel": DistributedDataParallel,
     "DataParallel": nn.DataParallel,

@@ -14,6 +14,7 @@ from fsdp_compile import RankError, fsdp_compile
 from fsdp_compile.runtime import agreement
 from tests import ranks
 from tests.distributed.training import adamw
+from tests.models import DEVICE
 from tests.ranks import run_on_ranks, run_until_parted
 
 LIMIT = 30.0  # seconds in which a survivor has to stop
@@ -154,7 +155,7 @@ def test_a_rank_that_goes_on_with_another_model_has_come_back():
 
 
 def lose_the_process_group():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE.type, (2,))
     model = fsdp_compile(Breaking(), mesh, backend="aot_eager")
     x = torch.ones(4, 8)
     loss = model(x, nothing)

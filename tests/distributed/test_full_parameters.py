@@ -29,7 +29,7 @@ from tests.distributed.training import (
     hybrid_mesh,
     train,
 )
-from tests.models import build
+from tests.models import DEVICE, build
 from tests.ranks import on_ranks
 
 
@@ -152,7 +152,7 @@ def test_only_the_first_rank_gets_full_parameters_on_request(world_size):
     with model.summon_full_params(writeback=False, rank0_only=True, offload_to_cpu=True):
         if dist.get_rank() == 0:
             assert_is_full(model, expected)
-            assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+            assert all(parameter.device.type == DEVICE.type for parameter in model.parameters())
         else:
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert_same_parameters(model, expected)
@@ -288,7 +288,7 @@ def test_a_model_made_on_the_meta_device_is_reset_as_the_unsharded_model(world_s
     compiled(model)
     with pytest.raises(RuntimeError, match="layers.0.weight has no values on the meta device: call model.to_empty"):
         model.summon_full_params().__enter__()
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     with model.summon_full_params():
         reset(model, seed=5)
     assert_trains_as(model, expected)

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import ConfigError, NonFiniteError, fsdp_compile
 from tests.distributed.training import assert_trains_as, batch_of_rank, both_front_ends, compiled
-from tests.models import build
+from tests.models import DEVICE, build
 from tests.ranks import on_ranks
 
 
@@ -21,7 +21,7 @@ def spoiled_batch(model, value):
 
 
 def mesh_of(world_size):
-    return init_device_mesh("cpu", (2, world_size // 2)) if world_size > 2 else None
+    return init_device_mesh(DEVICE.type, (2, world_size // 2)) if world_size > 2 else None
 
 
 @both_front_ends

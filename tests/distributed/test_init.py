@@ -16,7 +16,7 @@ from tests.distributed.training import (
     both_front_ends,
     compiled,
 )
-from tests.models import build
+from tests.models import DEVICE, build
 from tests.ranks import on_ranks
 
 
@@ -100,7 +100,7 @@ def layers(device=None):
 
 
 def initialise(module):
-    module.to_empty(device="cpu", recurse=False)
+    module.to_empty(device=DEVICE, recurse=False)
     module.reset_parameters()
 
 
@@ -162,7 +162,7 @@ def test_a_forward_without_values_says_where_they_come_from(world_size, front_en
         model = front_end(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(ConfigError, match=r"0\.weight is on the meta device .* param_init_fn, or call model.to_empty"):
         model(torch.ones(2, 4))
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     for parameter in model.parameters():
         nn.init.ones_(parameter)
     assert torch.equal(model(torch.ones(2, 4)), torch.full((2, 4), 5.0))

@@ -18,7 +18,7 @@ from tests.distributed.training import (
     compiled,
     hybrid_mesh,
 )
-from tests.models import build
+from tests.models import DEVICE, build
 from tests.ranks import on_ranks
 
 
@@ -70,7 +70,7 @@ def test_a_process_group_shards_over_its_ranks_only(world_size, front_end):
 @both_front_ends
 @on_ranks(2)
 def test_a_mesh_of_one_dimension_shards_over_it(world_size, front_end):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE.type, (2,))
     model = front_end(build("odd_mlp"), mesh)
     assert_trains_as(model, build("odd_mlp"))
     assert all(parameter.device_mesh == mesh for parameter in model.parameters())

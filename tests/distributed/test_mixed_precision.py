@@ -27,7 +27,7 @@ from tests.distributed.training import (
     train,
     train_unsharded,
 )
-from tests.models import build, made
+from tests.models import DEVICE, build, made, seeded
 from tests.ranks import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -54,7 +54,7 @@ class Mlp(nn.Module):
 
 
 def rows_of_rank(rank, step=0):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randn(4, 8, generator=seeded(100 * step + rank))
 
 
 def reference_step(master, optimizer, losses_of_rank, reduce_dtype):
@@ -180,8 +180,8 @@ def test_a_gradient_scaler_skips_a_step_on_all_ranks_if_one_overflows(world_size
     model = compiled(build("odd_mlp"), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     expected = build("odd_mlp")
     optimizer, expected_optimizer = sgd(model.parameters()), sgd(expected.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    expected_scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=256.0)
+    expected_scaler = torch.amp.GradScaler(DEVICE.type, init_scale=256.0)
     for step in range(3):
         loss = model(*batch_of_rank(model, step))
         parts = [batch_of_rank(expected, step, rank) for rank in range(world_size)]

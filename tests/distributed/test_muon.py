@@ -29,7 +29,7 @@ from tests.distributed.training import (
     take_step,
     train,
 )
-from tests.models import build
+from tests.models import DEVICE, build
 from tests.ranks import on_ranks, run_on_ranks, run_until_parted
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
@@ -165,7 +165,7 @@ def placed_matrices(placements_of_index, mesh, kind=Matrices):
 @on_ranks(2, 4)
 def test_columns_and_whole_matrices_and_plain_tensors(world_size):
     shard(build("odd_mlp"))
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(DEVICE.type, (world_size,))
     expected, model = (
         matrices_model(),
         placed_matrices(lambda index: [(Shard(1), Replicate(), Shard(0))[index % 3]], mesh),
@@ -180,7 +180,7 @@ def test_columns_and_whole_matrices_and_plain_tensors(world_size):
 @on_ranks(4)
 def test_matrices_sharded_along_two_axes_are_computed_with_dtensors(world_size):
     shard(build("odd_mlp"))
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(DEVICE.type, (2, 2))
     expected = matrices_model(EvenMatrices)
     model = placed_matrices(lambda index: [Shard(0), Shard(1)], mesh, EvenMatrices)
     optimizers = [muon_of(found) for found in (model, expected)]

@@ -15,6 +15,7 @@ from fsdp_compile import ConfigError, fsdp_compile
 from fsdp_compile.compat import FullyShardedDataParallel as FSDP
 from fsdp_compile.compat import fully_shard
 from tests.distributed.training import CLOSE, STEPS, adamw, assert_close, full, hybrid_mesh
+from tests.models import DEVICE
 from tests.ranks import on_ranks
 
 
@@ -46,7 +47,7 @@ def by_fsdp1(model, backend):
 
 
 def by_fsdp2(model, backend):
-    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ranks", "own"))["own"]
+    alone = init_device_mesh(DEVICE.type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "own"))["own"]
     fully_shard(model.expert, mesh=alone, backend=backend)
     return fully_shard(model, backend=backend)
 

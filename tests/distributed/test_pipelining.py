@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
 
 from fsdp_compile import compat
 from tests.distributed.training import assert_close, full
+from tests.models import DEVICE, seeded
 from tests.ranks import on_ranks
 
 MICROBATCHES, ROWS, WIDTH = 4, 2, 8
@@ -50,7 +51,7 @@ def stages_of(whole, mesh, stages_of_rank):
         for block in part:
             compat.fully_shard(block, mesh=mesh["shards"], backend="aot_eager")
         compat.fully_shard(part, mesh=mesh["shards"], backend="aot_eager")
-        yield index, PipelineStage(part, index, count, torch.device("cpu"), group=mesh.get_group("pipe"))
+        yield index, PipelineStage(part, index, count, DEVICE, group=mesh.get_group("pipe"))
 
 
 def pipelined(schedule, stages):
@@ -58,7 +59,7 @@ def pipelined(schedule, stages):
 
 
 def batch(rank, number):
-    generator = torch.Generator().manual_seed(1000 * number + rank)
+    generator = seeded(1000 * number + rank)
     return torch.randn(2, MICROBATCHES * ROWS, WIDTH, generator=generator).unbind()
 
 
@@ -69,7 +70,7 @@ def batch(rank, number):
 def test_stages_train_as_the_whole(world_size, schedule, stages_of_rank):
     torch.manual_seed(0)
     whole = nn.Sequential(*(Block() for _ in range(4)))
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pipe", "shards"))
+    mesh = init_device_mesh(DEVICE.type, (2, world_size // 2), mesh_dim_names=("pipe", "shards"))
     stages = dict(stages_of(whole, mesh, stages_of_rank))
     run = pipelined(schedule, list(stages.values()))
     parameters = {name: each for stage in stages.values() for name, each in stage.submod.named_parameters()}
@@ -94,7 +95,7 @@ def test_stages_train_as_the_whole(world_size, schedule, stages_of_rank):
 
 @on_ranks(4)
 def test_a_backward_that_is_split_is_refused(world_size):
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pipe", "shards"))
+    mesh = init_device_mesh(DEVICE.type, (2, world_size // 2), mesh_dim_names=("pipe", "shards"))
     stages = dict(stages_of(nn.Sequential(*(Block() for _ in range(4))), mesh, stages_of_rank=2))
     run = pipelined(ScheduleInterleavedZeroBubble, list(stages.values()))
     x, target = batch(0, 0)

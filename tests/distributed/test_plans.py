@@ -22,7 +22,7 @@ from tests.distributed.training import (
     halving,
     sgd,
 )
-from tests.models import build
+from tests.models import build, seeded
 from tests.ranks import on_ranks
 
 SLOW = dataclasses.replace(  # collectives take longer than compute, and each of them a millisecond
@@ -118,7 +118,7 @@ class Tower(nn.Module):
 
 
 def rows_of(num_rows, step, rank):
-    return torch.randn(num_rows, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randn(num_rows, 16, generator=seeded(100 * step + rank))
 
 
 @functools.cache

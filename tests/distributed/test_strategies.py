@@ -25,7 +25,7 @@ from tests.distributed.training import (
     global_batch,
     hybrid_mesh,
 )
-from tests.models import build
+from tests.models import DEVICE, build
 from tests.ranks import on_ranks
 
 
@@ -120,7 +120,7 @@ def test_a_number_of_ranks_gathers_the_backward_over_groups_of_that_size(world_s
 
 @on_ranks(4)
 def test_smaller_groups_of_a_hybrid_mesh_for_some_units(world_size):
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE.type, (1, 4), mesh_dim_names=("replicate", "shard"))
     model = compiled(build("gpt"), mesh, reshard_after_forward={"*": True, "blocks.0": 2})
     assert_trains_as(model, build("gpt"))
     buckets = {
@@ -219,6 +219,6 @@ def test_options_that_mean_nothing_are_refused_and_change_nothing(world_size, op
     with pytest.raises(ConfigError, match=words):
         fsdp_compile(model, **options)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(DEVICE.type, (2,), mesh_dim_names=("shard",))
     with pytest.raises(ConfigError, match="HYBRID_SHARD needs a mesh of two dimensions"):
         fsdp_compile(model, mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from fsdp_compile import ConfigError, NonFiniteError, fsdp_compile, shard
 from fsdp_compile.compat import fully_shard
 from tests.distributed.training import CLOSE, STEPS, adamw
+from tests.models import DEVICE
 from tests.ranks import on_ranks
 
 WIDTH, SEQUENCE = 8, 4
@@ -52,7 +53,7 @@ class Net(nn.Module):
 
 
 def root_mesh():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def by_tensor(model, mesh):
@@ -158,7 +159,7 @@ def test_rows_that_the_ranks_do_not_divide(world_size, hidden):
 @on_ranks(4)
 def test_one_rank_to_shard_over(world_size):
     """All four ranks split the model: nothing is left to shard, and clipping still adds up."""
-    root = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    root = init_device_mesh(DEVICE.type, (1, 4), mesh_dim_names=("dp", "tp"))
     model = fsdp_compile(by_tensor(Net(), root["tp"]), root["dp"], backend="aot_eager")
     torch.manual_seed(0)
     inputs = torch.randn(2, SEQUENCE, WIDTH)
@@ -240,7 +241,7 @@ def test_what_cannot_be_is_refused_and_nothing_changed(world_size):
     root = root_mesh()
     model = by_tensor(Net(), root["tp"])
     before = dict(model.named_parameters())
-    unrelated = init_device_mesh("cpu", (4,))
+    unrelated = init_device_mesh(DEVICE.type, (4,))
     with pytest.raises(ConfigError, match=r"blocks.0.up.weight is a DTensor already.*dimensions, with names, of one"):
         fsdp_compile(model, unrelated)
     with pytest.raises(ConfigError, match="'tp' is for ranks that split a model"):

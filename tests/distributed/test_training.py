@@ -26,7 +26,7 @@ from tests.distributed.training import (
     mean_over_ranks,
     train,
 )
-from tests.models import MODELS, build
+from tests.models import MODELS, build, seeded
 from tests.ranks import on_ranks
 
 
@@ -168,7 +168,7 @@ def test_a_parameter_gets_a_gradient_in_the_steps_that_use_it(world_size, front_
     expected = SometimesUsed()
     model = front_end(copy.deepcopy(expected))
     for step, use_left in enumerate([True, False, True]):
-        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(8, 5, generator=seeded(step))
         expected.zero_grad()
         model.zero_grad()
         expected(x, use_left).backward()

@@ -21,7 +21,7 @@ from tests.distributed.training import (
     hybrid_mesh,
     take_step,
 )
-from tests.models import made
+from tests.models import made, seeded
 from tests.ranks import on_ranks
 
 WIDTH = 5
@@ -57,7 +57,7 @@ class Heads(nn.Module):
 
 
 def loss_of(model, names, seed):
-    heads = model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))).heads
+    heads = model(torch.randn(4, WIDTH, generator=seeded(seed))).heads
     return sum((heads[name] - 0.1).square().mean() for name in names)
 
 

@@ -26,7 +26,7 @@ from fsdp_compile.compiler.options import CompileConfig
 from fsdp_compile.graphs import RewrittenGraph
 from fsdp_compile.module.sharding import sharding_of
 from fsdp_compile.passes import ops
-from tests.models import build
+from tests.models import DEVICE, build, placed
 
 compiled = functools.partial(fsdp_compile, backend="aot_eager")
 
@@ -49,7 +49,8 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def global_batch(model: nn.Module, step: int) -> tuple[Tensor, ...]:
-    return model.inputs(ROWS * dist.get_world_size(), seed=step)
+    with placed():
+        return model.inputs(ROWS * dist.get_world_size(), seed=step)
 
 
 def batch_of_rank(model: nn.Module, step: int, rank: int | None = None) -> tuple[Tensor, ...]:
@@ -87,7 +88,7 @@ def take_step(optimizers: Iterable[Optimizer]) -> None:
 
 def hybrid_mesh() -> DeviceMesh:
     """Of four ranks: two copies, each of them sharded over two ranks."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def train(

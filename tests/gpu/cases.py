@@ -11,13 +11,15 @@ from unittest.mock import patch
 import torch
 import torch._inductor.compile_fx
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import llama
 from fsdp_compile import fsdp_compile
 from fsdp_compile.costs import Prediction
+from fsdp_compile.emulation.collectives import unknown_
 from tests.distributed import training
 from tests.emulation.cases import (
     BF16,
@@ -52,14 +54,18 @@ def graphed(name: str) -> dict[str, Any]:
         return {**trained(name, options=GRAPHS), **counts}
 
 
-def replayed(name: str, micro_batches: str) -> dict[str, Any]:
-    """One rank, with CUDA graphs and without: the same losses and parameters, to the last bit but for atomics."""
+def replayed(name: str, micro_batches: str, steps: str = "after") -> dict[str, Any]:
+    """With CUDA graphs and without: the same losses and parameters, to the last bit but for atomics.
+
+    Args:
+        steps: whether the optimizer steps "after" the backward or "within" it.
+    """
     found = []
     with recording() as counts:
         for options in ({}, GRAPHS):
             torch._dynamo.reset()
-            model = sharded(name, options=options, sync_module_states=False)
-            found.append((_losses(model, int(micro_batches)), model))
+            model = sharded(name, options=options)
+            found.append((_losses(model, int(micro_batches), steps == "within"), model))
     (losses, model), (with_graphs, other) = found
     shards = [
         {key: parameter.detach().to_local() for key, parameter in each.named_parameters()} for each in (model, other)
@@ -67,9 +73,11 @@ def replayed(name: str, micro_batches: str) -> dict[str, Any]:
     return {"losses": distance(with_graphs, losses), "parameters": furthest(*shards), **counts}
 
 
-def _losses(model: nn.Module, micro_batches: int) -> Tensor:
+def _losses(model: Any, micro_batches: int, steps_within: bool) -> Tensor:
     """Of steps that each reduce what several micro-batches add up to."""
     optimizer, losses = training.adamw(model.parameters()), []
+    if steps_within:
+        model.optimizer_in_backward(optimizer)
     for step in REPLAYS:
         for index in range(micro_batches):
             is_last = index == micro_batches - 1
@@ -77,7 +85,8 @@ def _losses(model: nn.Module, micro_batches: int) -> Tensor:
                 loss = model(*training.batch_of_rank(model, step * micro_batches + index))
                 loss.backward()
             losses.append(loss.detach().clone())  # the next replay writes to the same memory
-        training.take_step([optimizer])
+        if not steps_within:
+            training.take_step([optimizer])
     return torch.stack(losses)
 
 
@@ -87,12 +96,14 @@ def recording() -> Iterator[dict[str, int]]:
 
     Emulation records none: the programs run as they are.
     """
-    counts = {"graphs": 0, "skips": 0}
+    counts, pool = {"graphs": 0, "skips": 0}, Pool()
     by_torch, before = torch._inductor.compile_fx.cudagraphify, counters["inductor"]["cudagraph_skips"]
 
     def counted(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         counts["graphs"] += 1
-        return model if IS_EMULATED else by_torch(model, *args, **kwargs)
+        if IS_EMULATED:
+            return pool.graph(model, kwargs["is_backward"])
+        return by_torch(model, *args, **kwargs)
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(patch.object(torch._inductor.compile_fx, "cudagraphify", counted))
@@ -101,6 +112,34 @@ def recording() -> Iterator[dict[str, int]]:
             patches.enter_context(has_allocator)
         yield counts
     counts["skips"] = counters["inductor"]["cudagraph_skips"] - before
+
+
+class Pool:
+    """The memory of emulated CUDA graphs: results of a call are there until a forward begins, and then are NaN."""
+
+    def __init__(self) -> None:
+        # Nothing else is held: autograd takes a gradient as it is if nobody else has it.
+        self.results: list[tuple[StorageWeakRef, torch.dtype]] = []
+
+    def graph(self, run: Callable[..., Any], is_backward: bool) -> Callable[..., Any]:
+        def call(inputs: list[Any]) -> Any:
+            if not is_backward:
+                self.end_lives()
+            held = {tensor.untyped_storage()._cdata for tensor in inputs if isinstance(tensor, Tensor)}
+            found = run(inputs)
+            for result in found:
+                if isinstance(result, Tensor) and result.untyped_storage()._cdata not in held:
+                    self.results.append((StorageWeakRef(result.untyped_storage()), result.dtype))
+            return found
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def end_lives(self) -> None:
+        for reference, dtype in self.results:
+            if (storage := torch.UntypedStorage._new_with_weak_ptr(reference.cdata)) is not None:
+                unknown_(torch.empty(0, dtype=dtype).set_(storage))
+        self.results.clear()
 
 
 # ----------------------------------------------------------------------------------------------------------

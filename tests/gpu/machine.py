@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import datetime
 import os
@@ -42,14 +43,19 @@ class Machine:
     @property
     def ranks(self) -> tuple[str, int]:
         """How ranks are joined, and how many there are."""
-        return ("nccl", min(len(self.gpus), _MOST_RANKS)) if self.has_nccl else ("gloo", 2)
+        if self.has_nccl:
+            return "nccl", min(len(self.gpus), _MOST_RANKS)
+        may_share = not self.is_emulated and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        return "nccl" if may_share else "gloo", 2
 
     @property
     def stand_in(self) -> str:
         """What takes the place of ranks with a GPU each."""
         if self.is_emulated:
             return f"the program of an emulated {EMULATED}, in Triton's interpreter, over gloo"
-        return "" if self.has_nccl else "two ranks share the GPU, over gloo instead of NCCL"
+        if self.has_nccl:
+            return ""
+        return f"two ranks share the GPU{', over gloo instead of NCCL' if self.ranks[0] == 'gloo' else ''}"
 
     def facts(self) -> dict[str, str]:
         """What a reader of the report wants to know."""
@@ -58,12 +64,22 @@ class Machine:
             "GPUs": ", ".join(self.gpus) or f"none: an {EMULATED} is emulated",
             "driver": _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "none",
             "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
-            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none",
+            "NCCL": _nccl_version() if dist.is_nccl_available() else "none",
             "triton": _version("triton"),
             "fsdp_compile": f"{_version('fsdp-compile')}, commit {_said(['git', 'rev-parse', 'HEAD']) or 'unknown'}",
             "Python": platform.python_version(),
             "system": f"{platform.platform()}, {os.cpu_count()} cores",
         }
+
+
+def _nccl_version() -> str:
+    """The version of the library that is loaded, which need not be the one that torch was built with."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    except OSError:  # it is a part of torch
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
 
 
 def _version(package: str) -> str:

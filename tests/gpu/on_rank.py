@@ -19,22 +19,20 @@ from fsdp_compile.emulation import collectives
 from tests.emulation import on_rank
 from tests.gpu import cases
 from tests.models import DEVICE
-from tests.ranks import join_fake_group
+from tests.ranks import join_fake_group, use_device
 
 
 def main() -> None:
     group, rank, world_size, store, *wanted = sys.argv[1:]
     faulthandler.dump_traceback_later(150, repeat=True)  # before it is killed, a case that hangs says where
     torch.set_num_threads(1)
-    if DEVICE.type == "cuda":
-        torch.cuda.set_device(int(rank) % torch.cuda.device_count())
-        torch.backends.cudnn.allow_tf32 = False  # convolutions are compared in float32; matmuls are by default
+    backend = use_device(int(rank))
     if group == "fake":
         join_fake_group(int(world_size))
     else:
         if group == "gloo" and DEVICE.type == "cuda":
             collectives.install("CUDA")
-        backend = "cpu:gloo,cuda:nccl" if group == "nccl" else "gloo"  # what is offloaded is gathered by gloo
+            backend = group
         dist.init_process_group(backend, init_method=f"file://{store}", rank=int(rank), world_size=int(world_size))
     on_rank.run(cases, wanted)
     os._exit(0)  # Python's own end may abort in a thread of gloo that drops its last tensor meanwhile

@@ -53,7 +53,7 @@ def parity(setting: Setting) -> Iterator[Outcome]:
     machine = setting.machine
     part, (group, world_size) = f"parity on {machine.ranks[1]} ranks over {machine.ranks[0]}", machine.ranks
     cases = ["trained odd_mlp"] if setting.is_smallest else list(CASES)
-    if "graphed gpt" in cases and not machine.has_nccl:
+    if "graphed gpt" in cases and group != "nccl":
         cases.remove("graphed gpt")
         why = "collectives of gloo cannot be a part of a CUDA graph"
         yield Outcome(part, "graphed gpt", NOT_RUN, f"{CASES['graphed gpt']}: {why}")
@@ -211,18 +211,21 @@ def _row(part: str, row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
 
 
 def cuda_graphs(setting: Setting) -> Iterator[Outcome]:
-    """One rank with CUDA graphs has the losses and the shards that it has without."""
+    """Training with CUDA graphs has the losses and the shards that it has without."""
     machine = setting.machine
-    part, model = f"CUDA graphs, one rank of {FAKE_RANKS}", "odd_mlp" if machine.is_emulated else "gpt"
-    cases = [f"replayed {model} {micro_batches}" for micro_batches in ((1,) if setting.is_smallest else (1, 2))]
-    for ran in run_cases(machine, "fake", FAKE_RANKS, cases, setting.deadline):
+    group, world_size = ("nccl", 1) if machine.ranks[0] == "gloo" and not machine.is_emulated else machine.ranks
+    part, model = f"CUDA graphs on {world_size} ranks over {group}", "odd_mlp" if machine.is_emulated else "gpt"
+    kinds = ("2 within",) if setting.is_smallest else ("1", "2", "1 within", "2 within")
+    cases = [f"replayed {model} {kind}" for kind in kinds]
+    for ran in run_cases(machine, group, world_size, cases, setting.deadline):
         outcome = compared(part, ran, _close(machine))
         if outcome.status == PASSED and not ran.found[0]["graphs"]:
             outcome = dataclasses.replace(outcome, status=FAILED, found="Inductor made no CUDA graph")
         elif not ran.error:
             counts = f"{ran.found[0]['graphs']} graphs, {ran.found[0]['skips']} that Inductor left out"
             outcome = dataclasses.replace(outcome, found=f"{outcome.found}; {counts}")
-        stand_in = "graphs are counted and not recorded: their programs run as they are" if machine.is_emulated else ""
+        emulated = "graphs are not recorded: programs run, and their results end as a graph's do"
+        stand_in = emulated if machine.is_emulated else ""
         yield dataclasses.replace(outcome, stand_in=stand_in, is_emulated=machine.is_emulated)
 
 
