@@ -47,7 +47,7 @@ from .planning.strategies import (
 from .progress import phase
 from .rewriting import Rewriter, rewrite_for
 from .runtime.agreement import agreement_of
-from .runtime.groups import device_of, mesh_beside, num_shards_of, resolve_mesh
+from .runtime.groups import device_of, device_to_shard_on, mesh_beside, num_shards_of, resolve_mesh
 from .runtime.interruption import end_in_one_line
 from .runtime.meta import off_meta
 
@@ -166,6 +166,7 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
     if not is_given:
         mesh = common_mesh(parts) or mesh_beside(distribution_mesh(decision.parameters))
         initialise_from_environment(device)
+    device = device_to_shard_on(device, mesh, options.process_group)
     resolved = resolve_mesh(
         mesh,
         options.process_group,
@@ -179,7 +180,7 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
     decision.with_shards(num_shards_of(resolved))  # raises for a number that does not divide the ranks
     check_mesh(parts, resolved)
     check_distributed(decision.parameters, resolved)
-    decision = dataclasses.replace(decision, mesh=resolved, is_alone=is_given and resolved is None)
+    decision = dataclasses.replace(decision, device=device, mesh=resolved, is_alone=is_given and resolved is None)
     schedule, device = decision.schedule, decision.compute_device
     if schedule.hardware is None and (schedule.memory_budget is not None or decision.is_planned_by_default):
         find = hardware_at_hand if decision.is_planned_by_default else _hardware_to_plan_for
@@ -208,6 +209,7 @@ def _choose(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> tupl
     hardware, is_given = options.schedule.hardware, mesh is not None or options.process_group is not None
     if not is_given:
         initialise_from_environment(device)
+    device = device_to_shard_on(device, mesh, options.process_group)
     resolved = resolve_mesh(mesh, options.process_group, device, ShardingStrategy.FULL_SHARD)
     chosen = dataclasses.replace(options, sharding_strategy=ShardingStrategy.FULL_SHARD, example_inputs=None)
     if resolved is None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 
 from tests import ranks
+from tests.models import DEVICE
 
 LONGEST = ("test_fuzz.py", "test_emulation.py")  # files that begin first: no process has one left at the end
 
@@ -41,6 +42,8 @@ def _among_fake_ranks(world_size: int) -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     # A cache kept from an earlier session could hold graphs that an older version of the passes wrote.
     os.environ.update(ranks.environment())
+    if DEVICE.type != "cpu":
+        torch.set_default_device(DEVICE)
     torch.set_num_threads(1)
 
 

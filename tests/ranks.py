@@ -286,8 +286,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log: Path) -
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port)
     timeout = datetime.timedelta(seconds=TIME_LIMIT)
-    if DEVICE.type != "cpu":
-        torch.set_default_device(DEVICE)
     dist.init_process_group(use_device(rank), store=store, rank=rank, world_size=world_size, timeout=timeout)
     gc.freeze()  # what was imported stays; looking through it before every test takes longer than many tests
     pipe.send_bytes(pickle.dumps(None))
@@ -313,6 +311,8 @@ def _answer(request: bytes, log: Path) -> bytes:
 
 def _forget_the_last_test() -> None:
     torch._dynamo.reset()
+    if DEVICE.type != "cpu":
+        torch.set_default_device(DEVICE)
     gc.collect()
     torch.manual_seed(0)
     random.seed(0)

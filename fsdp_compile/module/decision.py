@@ -28,6 +28,7 @@ class Decision:
     Attributes:
         parameters: those to shard, by name.
         schedule: that of the options, and the hardware at hand if that is to be planned for.
+        device: of the parameters when they are sharded, once the ranks are known.
         mesh: of the ranks, once it is known; None for a single one.
         is_alone: whether the user has named a mesh, or a process group, of this rank alone.
         dim_of_parameter: on which dimension each parameter is sharded, by name; without one on the first.
@@ -38,6 +39,7 @@ class Decision:
     units: list[Unit]
     precision: Precision
     schedule: ScheduleConfig
+    device: torch.device | None = None
     mesh: DeviceMesh | None = None
     is_alone: bool = False
     dim_of_parameter: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -59,7 +61,7 @@ class Decision:
     @property
     def compute_device(self) -> torch.device:
         """Where the forward runs."""
-        return compute_device(device_of(self.parameters), self.mesh)
+        return compute_device(self.device or device_of(self.parameters), self.mesh)
 
 
 def compute_device(device: torch.device, mesh: DeviceMesh | None) -> torch.device:

@@ -39,6 +39,7 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
         is_alone=decision.is_alone,
         checks_gradients=decision.options.check_gradients,
     )
+    _move_buffers(model, decision.compute_device)
     if decision.mesh is None:
         _keep_whole(model, decision, sharding.running)
         sharding.whole = {name: (unit.name, value) for unit in decision.units for name, value in unit.parameters}
@@ -60,9 +61,21 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
     return sharding
 
 
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """To where the forward runs, from the CPU's memory; parameters go there as they are sharded."""
+    if device.type == "cpu":
+        return
+    moved = {buffer: buffer.to(device) for buffer in model.buffers() if buffer.device.type == "cpu"}
+    for module in model.modules():
+        module._buffers.update({name: moved[held] for name, held in module._buffers.items() if held in moved})
+
+
 def _keep_whole(model: nn.Module, decision: Decision, running: Running) -> None:
     """On a single rank parameters stay as they are; a forward may read them in another dtype, on another device."""
     compute_device = decision.compute_device if decision.options.offload.is_on else None
+    if compute_device is None:
+        for parameter in decision.parameters.values():
+            parameter.data = parameter.data.to(_device_of(parameter, decision))
     if decision.options.param_init_fn is not None:
         for module in model.modules():
             _materialise(module, decision.options.param_init_fn)
@@ -108,6 +121,7 @@ def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, 
             layout = dataclasses.replace(
                 layout, device=torch.device("cpu") if decision.options.offload.is_on else tensors[0].device
             )
+        layout = dataclasses.replace(layout, device=_device_of(layout, decision))
         is_pinned = decision.options.offload.pin_memory and torch.cuda.is_available() and layout.device.type == "cpu"
         shard = FlatShard.create(layout, tensors, first_owners, mesh, pin_memory=is_pinned)
         sharding.shards.append(shard)
@@ -121,6 +135,11 @@ def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, 
             module._parameters[name] = sharded
         carry_hooks(original, sharded)
         note_replacement(original, sharded, read_of_parameter[original])
+
+
+def _device_of(held: nn.Parameter | Layout, decision: Decision) -> torch.device:
+    """Where a parameter, or a shard, belongs that is there now: what is not offloaded, where the forward runs."""
+    return decision.compute_device if held.device.type == "cpu" and not decision.options.offload.is_on else held.device
 
 
 def _layouts(decision: Decision, mesh: DeviceMesh) -> list[Layout]:
@@ -166,8 +185,7 @@ class _Values:
         for tensor in tensors:
             if tensor is not None and not tensor.is_meta:
                 held = local_part(tensor)
-                data = held.to(self.decision.compute_device if self.decision.options.offload.is_on else held.device)
-                data = data.contiguous()
+                data = held.to(self.decision.compute_device if held.device.type == "cpu" else held.device).contiguous()
                 for group in self._groups_with_same(tensor):
                     dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
                 held.copy_(data)

@@ -38,6 +38,22 @@ def device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:
     return next(iter(first_of_type.values()))[1] if first_of_type else torch.device("cpu")
 
 
+def device_to_shard_on(device: torch.device, mesh: object, process_group: object) -> torch.device:
+    """Where parameters on `device` are sharded: those in the CPU's memory on the GPU of this rank, if the mesh, or all
+    that the process groups serve, is GPUs.
+    """
+    if device.type != "cpu" or not dist.is_initialized():
+        return device
+    if isinstance(mesh, DeviceMesh):
+        kinds = {mesh.device_type}
+    else:
+        groups = [group for group in _listed(process_group) if isinstance(group, dist.ProcessGroup)]
+        kinds = {kind for group in groups for kind in _served(group)}
+    if "cpu" in kinds or len(kinds) != 1:
+        return device
+    return torch.device(kinds.pop(), torch.accelerator.current_device_index())
+
+
 def resolve_mesh(
     mesh: object,
     process_group: object,
@@ -187,12 +203,16 @@ def _mesh_device_type(device: torch.device) -> str:
 def _check_backend(group: Any, device: torch.device) -> None:
     if device.type == "meta":
         return
-    served = [str(found.type) for found in group._device_types]  # private as of torch 2.11 to 2.15
+    served = _served(group)
     if device.type not in served:
         raise ConfigError(
             f"the model is on {device}, but its process group ({dist.get_backend_config(group)}) serves {served} only: "
             "move the model, or initialise the process group with a backend for its device"
         )
+
+
+def _served(group: Any) -> list[str]:
+    return [str(found.type) for found in group._device_types]  # private as of torch 2.11 to 2.15
 
 
 def mesh_over(ranks: list[Any], device_type: str, dim_names: tuple[str, ...] | None) -> DeviceMesh:

@@ -13,9 +13,12 @@ import torch._inductor.compile_fx
 import torch._inductor.output_code
 from torch import nn
 from torch._inductor import config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.utils._pytree import tree_map_only
 
+import fsdp_compile
 from fsdp_compile import rewriting
 from fsdp_compile.compiler.partitioner import bucket_gradients
 from fsdp_compile.costs import predict
@@ -31,6 +34,7 @@ from fsdp_compile.passes import ops
 from tests.costs.test_memory import Attention, Checkpointed
 from tests.emulation import cases
 from tests.passes.test_precision import shards_of
+from tests.ranks import join_fake_group
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PROGRAMS = {
@@ -369,3 +373,17 @@ def test_a_prediction_of_the_program_takes_its_own_kernels(name):
     assert more.built_bytes == found.built_bytes + num_calls * 2**20
     seconds = num_calls * 2**20 / hardware.memory_bandwidth
     assert more.built.timeline.compute == pytest.approx(found.built.timeline.compute + seconds)
+
+
+@pytest.mark.parametrize("offload", [None, CPUOffloadPolicy(pin_memory=False)])
+def test_a_model_in_the_memory_of_the_cpu_is_sharded_on_the_gpu_of_its_rank(offload):
+    join_fake_group(2)
+    mesh = init_device_mesh("cuda", (2,))
+    with FakeTensorMode():
+        model = nn.Linear(4, 4)
+        model.register_buffer("scale", torch.ones(4))
+        fsdp_compile.shard(model, mesh, sync_module_states=False, offload_policy=offload)
+    join_fake_group(0)
+    shards = [parameter.to_local() for parameter in model.parameters()]
+    places = [{tensor.device.type for tensor in tensors} for tensors in (shards, model.buffers())]
+    assert places == [{"cpu" if offload else "cuda"}, {"cuda"}]
