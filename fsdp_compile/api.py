@@ -62,7 +62,8 @@ def fsdp_compile(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: 
 
     Args:
         mesh: one dimension to shard over, or two (replicate, shard); by default all ranks. With no process group
-            initialised, `WORLD_SIZE` in the environment initialises one (NCCL for CUDA, else gloo).
+            initialised, `WORLD_SIZE` in the environment initialises one (NCCL for CUDA, else gloo). A model in the
+            CPU's memory goes to the GPU of its rank if the mesh, or all that the process group serves, is GPUs.
         process_group: the ranks to shard over, instead of a mesh; a pair (shard, replicate) for hybrid sharding.
         auto_wrap_policy: which modules are units; see `fsdp_compile.layout.units.find_units`.
         sharding_strategy: torch's; FULL_SHARD on a mesh of two dimensions is HYBRID_SHARD. SHARD_GRAD_OP keeps

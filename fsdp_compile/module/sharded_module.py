@@ -406,7 +406,8 @@ class ShardedMethods(nn.Module):
         Every backward but those of forwards inside `no_sync` ends with a step, by the learning rates of that moment,
         and with no gradients. `optimizer.step()` and `zero_grad()` then find nothing to do. The numbers are those of a
         step after the backward. With `max_norm` or `scaler`, parameters are updated at the end of the backward, since
-        both need all gradients; so are those of torch.optim.Muon, and those that more than one graph reads in a step.
+        both need all gradients; so are those of torch.optim.Muon, those that more than one graph reads in a step, and
+        all of them with CUDA graphs, which replay no step.
 
         Args:
             optimizer: one of torch's that treat every element by itself, or torch.optim.Muon; or several, of different

@@ -12,12 +12,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from .agreement import agreement_of
+from .comparison import Line
+
 
 def whole_state(model: nn.Module) -> OrderedDict[str, Any]:
     """The state dict with full tensors on the CPU of the first rank; on the others it is empty. Every rank calls it.
 
     Tied parameters are one tensor under all their names, as in the state dict of the unsharded model.
+
+    Raises:
+        RankError: another rank goes on without.
     """
+    _agree(model, f"the full state of the {type(model).__name__}")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = OrderedDict(get_model_state_dict(model, options=options))
     first_name: dict[nn.Parameter, str] = {}
@@ -26,6 +33,13 @@ def whole_state(model: nn.Module) -> OrderedDict[str, Any]:
         if name in state and first in state:
             state[name] = state[first]
     return state
+
+
+def _agree(model: nn.Module, what: str) -> None:
+    """See that every rank asks for it: one that went on would take its messages for others."""
+    mesh = next((parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
+    if (agreement := agreement_of(mesh)) is not None:
+        agreement.agree((Line(what),))
 
 
 def whole_optimizer_state(state: dict[str, Any], *, is_kept: bool) -> dict[str, Any]:

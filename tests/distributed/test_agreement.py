@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_compile import RankError, fsdp_compile
 from fsdp_compile.module.sharding import sharding_of
 from fsdp_compile.runtime.agreement import agreement_of
+from fsdp_compile.runtime.whole_states import whole_state
 from tests.distributed.training import adamw, assert_same_parameters
 from tests.models import seeded
 from tests.ranks import on_ranks, run_until_parted
@@ -222,3 +223,21 @@ def test_ranks_with_batches_of_different_sizes_train_undisturbed(world_size):
         numbers.append(agreement._num_compared)
     assert_same_parameters(model, expected)
     assert len(set(numbers)) == 1  # nothing was compared after the first step
+
+
+def save_on_the_first_rank_alone():
+    model = fsdp_compile(nn.Linear(8, 8), backend="aot_eager")
+    model(torch.ones(2, 8)).sum().backward()
+    try:
+        if dist.get_rank() == 0:  # as Trainers do that take the model for one that each rank has whole
+            whole_state(model)
+        else:
+            model(torch.ones(2, 8)).sum().backward()
+    except RankError as e:
+        return str(e)
+    return "no error"
+
+
+def test_a_full_state_that_the_other_ranks_do_not_ask_for_raises():
+    for text in run_until_parted(2, save_on_the_first_rank_alone):
+        assert "the full state of the Linear" in text

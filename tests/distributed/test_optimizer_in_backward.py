@@ -13,7 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile.compiler.options import CompileConfig
+from fsdp_compile.module.sharding import sharding_of
 from fsdp_compile.passes import ops
+from fsdp_compile.passes.update_in_backward import UpdateInBackward
 from tests.distributed.test_tensor_parallel import Net, by_sequence, by_tensor, root_mesh
 from tests.distributed.test_tensor_parallel import batch as batch_of_tensor_parallelism
 from tests.distributed.training import (
@@ -370,3 +373,12 @@ def test_parameters_of_tensor_parallelism(world_size, parallelize):
             each(batch_of_tensor_parallelism(step)).square().mean().backward()
         take_step(optimizers[1:])
         assert_identical(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_with_cuda_graphs_no_step_is_a_part_of_the_backward():
+    model = shard(build("odd_mlp"))
+    model.optimizer_in_backward(torch.optim.AdamW(model.parameters()))
+    sharding, graphs = sharding_of(model), CompileConfig(options={"triton.cudagraphs": True})
+    pipelines = [sharding.pipeline(config)(None) for config in (CompileConfig(), graphs)]
+    assert [any(isinstance(found, UpdateInBackward) for found in each.backward) for each in pipelines] == [True, False]

@@ -126,7 +126,7 @@ def test_smaller_groups_of_a_hybrid_mesh_for_some_units(world_size):
     buckets = {
         ops.unit_of_bucket(ops.argument(node, "bucket")): ops.argument(node, "world_size")
         for node in model.graphs[0].backward.graph.nodes
-        if ops.is_call(node, ops.ALL_GATHER)
+        if ops.is_all_gather(node)
     }
     assert (buckets["blocks.0"], buckets["blocks.1"]) == (2, 4)
 
