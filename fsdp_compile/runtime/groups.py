@@ -49,9 +49,10 @@ def device_to_shard_on(device: torch.device, mesh: object, process_group: object
     else:
         groups = [group for group in _listed(process_group) if isinstance(group, dist.ProcessGroup)]
         kinds = {kind for group in groups for kind in _served(group)}
-    if "cpu" in kinds or len(kinds) != 1:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or kinds != {accelerator.type}:
         return device
-    return torch.device(kinds.pop(), torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def resolve_mesh(

@@ -19,7 +19,7 @@ import llama
 from fsdp_compile import fsdp_compile, shard
 from tests import models
 from tests.distributed import training
-from tests.models import Block, Gpt, build, seeded
+from tests.models import DEVICE, Block, Gpt, build, seeded
 
 STEPS = range(3)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -50,8 +50,10 @@ def made(name: str) -> nn.Module:
     return models.made(own[name]) if name in own else build(name)
 
 
-def sharded(name: str, **options: Any) -> nn.Module:
-    return fsdp_compile(made(name), **{"collective_lowering": "grouped", "fullgraph": True, **options})
+def sharded(name: str, place: str | torch.device = DEVICE, **options: Any) -> nn.Module:
+    """The model, which is there before it is sharded."""
+    options = {"collective_lowering": "grouped", "fullgraph": True, **options}
+    return fsdp_compile(made(name).to(place), **options)
 
 
 def trained(name: str, **options: Any) -> dict[str, Any]:

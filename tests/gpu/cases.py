@@ -13,6 +13,7 @@ import torch._inductor.compile_fx
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -46,6 +47,11 @@ REPLAYS = range(5)  # CUDA graphs warm up in the first step, and are recorded in
 def offloaded(name: str) -> dict[str, Any]:
     """Shards, gradients and the optimizer's states in the CPU's memory."""
     return trained(name, offload_policy=CPUOffloadPolicy(pin_memory=not IS_EMULATED))
+
+
+def moved(name: str) -> dict[str, Any]:
+    """A model in the CPU's memory, sharded over a mesh of GPUs."""
+    return trained(name, place="cpu", mesh=init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
 
 
 def graphed(name: str) -> dict[str, Any]:

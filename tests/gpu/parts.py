@@ -38,6 +38,7 @@ CASES = {
     "mixed gpt": "gathered in bfloat16, reduced in float32: the gradients of a step",
     "accumulated odd_mlp": "four micro-batches a step, reduced once",
     "offloaded odd_mlp": "shards in the CPU's memory",
+    "moved gpt": "a transformer in the CPU's memory before it is sharded",
     "trained adapted": "LoRA: frozen bfloat16 and trainable float32 parameters",
     "poisoned odd_mlp": "buffers filled with NaN when they are freed",
     "graphed gpt": "CUDA graphs, with their collectives",
