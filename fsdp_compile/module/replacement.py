@@ -39,13 +39,14 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
         is_alone=decision.is_alone,
         checks_gradients=decision.options.check_gradients,
     )
-    _move_buffers(model, decision.compute_device)
     if decision.mesh is None:
+        _move_buffers(model, decision.device)
         _keep_whole(model, decision, sharding.running)
         sharding.whole = {name: (unit.name, value) for unit in decision.units for name, value in unit.parameters}
         divisor = decision.options.reduction.divisor
         sharding.divisors = {parameter: Divisor(divisor) for _, parameter in sharding.whole.values()}
     else:
+        _move_buffers(model, decision.compute_device)
         reshard = decision.with_shards(num_shards_of(decision.mesh)).values()
         for size in sorted({value for value in reshard if not isinstance(value, bool)}):
             sharding.parts[size] = part_of(decision.mesh, size)
@@ -61,9 +62,9 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
     return sharding
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """To where the forward runs, from the CPU's memory; parameters go there as they are sharded."""
-    if device.type == "cpu":
+def _move_buffers(model: nn.Module, device: torch.device | None) -> None:
+    """To where the forward runs, if that is known, from the CPU's memory; parameters go there as they are sharded."""
+    if device is None or device.type in ("cpu", "meta"):
         return
     moved = {buffer: buffer.to(device) for buffer in model.buffers() if buffer.device.type == "cpu"}
     for module in model.modules():
@@ -75,7 +76,8 @@ def _keep_whole(model: nn.Module, decision: Decision, running: Running) -> None:
     compute_device = decision.compute_device if decision.options.offload.is_on else None
     if compute_device is None:
         for parameter in decision.parameters.values():
-            parameter.data = parameter.data.to(_device_of(parameter, decision))
+            if (device := _device_of_shard(parameter.device, decision)) != parameter.device:
+                parameter.data = parameter.data.to(device)
     if decision.options.param_init_fn is not None:
         for module in model.modules():
             _materialise(module, decision.options.param_init_fn)
@@ -117,11 +119,7 @@ def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, 
         originals = [decision.parameters[slot.parameter] for slot in layout.slots]
         first_owners = [owners[original][0] for original in originals]
         tensors = [values.of(original, *owner) for original, owner in zip(originals, first_owners, strict=True)]
-        if decision.options.param_init_fn is not None and layout.device.type == "meta":
-            layout = dataclasses.replace(
-                layout, device=torch.device("cpu") if decision.options.offload.is_on else tensors[0].device
-            )
-        layout = dataclasses.replace(layout, device=_device_of(layout, decision))
+        layout = dataclasses.replace(layout, device=_device_of_shard(tensors[0].device, decision))
         is_pinned = decision.options.offload.pin_memory and torch.cuda.is_available() and layout.device.type == "cpu"
         shard = FlatShard.create(layout, tensors, first_owners, mesh, pin_memory=is_pinned)
         sharding.shards.append(shard)
@@ -137,9 +135,13 @@ def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, 
         note_replacement(original, sharded, read_of_parameter[original])
 
 
-def _device_of(held: nn.Parameter | Layout, decision: Decision) -> torch.device:
-    """Where a parameter, or a shard, belongs that is there now: what is not offloaded, where the forward runs."""
-    return decision.compute_device if held.device.type == "cpu" and not decision.options.offload.is_on else held.device
+def _device_of_shard(device: torch.device, decision: Decision) -> torch.device:
+    """Where the shard of a value belongs that is on `device`; on the meta device until it has memory."""
+    if device.type == "meta":
+        return device
+    if decision.options.offload.is_on:
+        return torch.device("cpu")
+    return decision.compute_device if device.type == "cpu" else device
 
 
 def _layouts(decision: Decision, mesh: DeviceMesh) -> list[Layout]:
