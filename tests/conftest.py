@@ -18,6 +18,12 @@ settings.register_profile("thorough", max_examples=3000, deadline=None, database
 settings.load_profile("quick")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def less_garbage() -> None:
+    gc.collect()
+    gc.freeze()  # what is imported by now stays; the garbage collector need not look through it again and again
+
+
 @pytest.fixture
 def fresh_compiler() -> None:
     torch._dynamo.reset()
@@ -49,10 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.freeze()  # what was imported stays; the garbage collector need not look through it again and again
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

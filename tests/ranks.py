@@ -287,7 +287,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log: Path) -
     store = dist.TCPStore("localhost", port)
     timeout = datetime.timedelta(seconds=TIME_LIMIT)
     dist.init_process_group(use_device(rank), store=store, rank=rank, world_size=world_size, timeout=timeout)
-    gc.freeze()  # what was imported stays; looking through it before every test takes longer than many tests
     pipe.send_bytes(pickle.dumps(None))
     while True:
         try:
@@ -314,6 +313,7 @@ def _forget_the_last_test() -> None:
     if DEVICE.type != "cpu":
         torch.set_default_device(DEVICE)
     gc.collect()
+    gc.freeze()  # what is imported stays; looking through it before every test takes longer than many tests
     torch.manual_seed(0)
     random.seed(0)
 
