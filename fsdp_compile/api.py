@@ -102,7 +102,7 @@ def fsdp_compile(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: 
             says is fastest; without a budget, within the memory that the hardware has. "auto" is the hardware at hand:
             a GPU by its name, or what all ranks measure, once (see docs/planning.md); without a budget, the plan holds
             no more than the schedule does without one. It plans nothing for a model with `passes`, numbers for
-            prefetching, tensor parallelism, or a part of the ranks. False, or None, plans nothing, unless a budget or
+            prefetching, or a part of the ranks. False, or None, plans nothing, unless a budget or
             sharding_strategy="auto" asks for a plan for the hardware at hand.
         example_inputs: the positional arguments of a call, which sharding_strategy="auto" is chosen for: a tuple or
             list, or the only tensor. Tensors may be on the meta device; nothing is computed with them.

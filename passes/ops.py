@@ -334,6 +334,9 @@ def sizes_of_regions(begins: list[int], ends: list[int], is_cast: list[bool], ra
 # ---------------------------------------------------------------------------------------------------------------
 
 
+_FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_dtensor")
+
+
 def argument(node: torch.fx.Node, name: str) -> Any:
     """The argument `name` of a call of one of our operators, which are always called with positional arguments."""
     for index, formal in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
@@ -371,6 +374,20 @@ def is_reduction(node: torch.fx.Node) -> bool:
 
 def is_collective(node: torch.fx.Node) -> bool:
     return _is_kind(node, "all_gather", "reduction")
+
+
+def is_functional_collective(node: torch.fx.Node) -> bool:
+    """Whether this is one of torch's functional collectives: the model's own, or, in a lowered graph, one of ours."""
+    return _namespace(node) in _FUNCTIONAL and not is_functional_wait(node)
+
+
+def is_functional_wait(node: torch.fx.Node) -> bool:
+    """Whether this waits for one of torch's functional collectives."""
+    return is_call(node, torch.ops._c10d_functional.wait_tensor.default)
+
+
+def _namespace(node: torch.fx.Node) -> str:
+    return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def is_parameter_out(node: torch.fx.Node) -> bool:

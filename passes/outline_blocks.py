@@ -27,7 +27,6 @@ from .errors import refuse_calls
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _CONSTANTS = (_aten.full.default, _aten.scalar_tensor.default, _prims.iota.default)
-_COMMUNICATION = ("_c10d_functional", "c10d_functional", "fsdp")
 _FEWEST = 4  # nodes of a block, views aside, for which a call is worth it
 
 
@@ -56,7 +55,8 @@ def _is_inside(node: torch.fx.Node) -> bool:
         return _is_inside(node.all_input_nodes[0])
     if not isinstance(node.target, torch._ops.OpOverload) or _description(node) is None:
         return False
-    is_computed = node.target.namespace not in _COMMUNICATION and not node.target._schema.is_mutable
+    is_sent = ops.is_functional_collective(node) or ops.is_functional_wait(node)
+    is_computed = not is_sent and node.target.namespace != "fsdp" and not node.target._schema.is_mutable
     return (is_computed and not _is_lookup(node)) or ops.is_call(node, ops.STORE)
 
 

@@ -69,4 +69,4 @@ def _is_addition(node: torch.fx.Node) -> bool:
 def _is_scheduled(node: torch.fx.Node) -> bool:
     if ops.is_call(node, ops.POISON) or ops.is_copy(node):
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
+    return ops.is_functional_collective(node) or ops.is_functional_wait(node)

@@ -5,6 +5,9 @@ For N ranks on n nodes, and M bytes in full (the output of an all-gather, the in
     all-gather       start + (N - n) hop_within + (n - 1) hop_between + M (N - 1) / N / bandwidth
     reduce-scatter   the same; with M times the factor of the hardware, where that reduces by other means
     all-reduce       a reduce-scatter and an all-gather, started once: M times 2, or the factor of the hardware
+    broadcast        start + (N - n) hop_within + (n - 1) hop_between + M / bandwidth
+    all-to-all       start + hop + the longer of M (g - 1) / N / within and M (N - g) / N / between: of M bytes that a
+                     rank has, each of the other ranks, g - 1 of which are on its node, gets one in N
 
 The bandwidth is that of the slower level: the ranks of a node share their node's network cards, so a ring that passes
 through g ranks of a node has the cards of g ranks. (The ring and its terms: NCCL; Thakur et al., 2005.)
@@ -76,6 +79,24 @@ def all_reduce(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
         return 0.0
     seconds = _sending(num_bytes, ring, hardware) * hardware.all_reduce_factor  # cut where it suits the ring
     return hardware.collective_start + 2 * ring.hops(hardware) + seconds
+
+
+def broadcast(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
+    """Seconds until `num_bytes` of one rank are on every rank."""
+    if ring.size == 1:
+        return 0.0
+    return hardware.collective_start + ring.hops(hardware) + num_bytes / ring.bandwidth(hardware)
+
+
+def all_to_all(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
+    """Seconds until every rank has an equal part of the `num_bytes` of each."""
+    if ring.size == 1:
+        return 0.0
+    part, here = num_bytes / ring.size, ring.ranks_per_node
+    within, between = hardware.within_node, hardware.between_nodes
+    sending = largest(part * (here - 1) / within.bandwidth, part * (ring.size - here) / between.bandwidth)
+    seconds: float = select(equal(ring.num_nodes, 1), within.hop, between.hop) + sending
+    return hardware.collective_start + seconds
 
 
 def _transfer(num_bytes: float, ring: Ring, hardware: Hardware) -> float:

@@ -134,14 +134,21 @@ def _lives(work: WorkOfGraph, *, saved: Collection[torch.fx.Node], is_reused: bo
     for node in graph.nodes:
         if node.op != "call_function" or analysis.is_alias(node) or is_item(node) or node in not_written:
             continue
+        if ops.is_functional_wait(node):
+            continue  # what it returns has been in memory since its collective began
         if ops.is_call(node, ops.ALL_GATHER_GROUPED):
             lives |= _lives_of_messages(node, time)
             continue
-        for tensor in results(node):
+        for tensor in map(_received, results(node)):
             if size := num_bytes(tensor.meta.get("val")):
                 ends = [_end(reader, time) for reader in analysis.uses(tensor) if not ops.is_call(reader, ops.FREE)]
                 lives[tensor] = _Life(time[node], max(ends), size, category_of(tensor))
     return _with_reuse(_with_expressions(lives, time)) if is_reused else lives
+
+
+def _received(tensor: torch.fx.Node) -> torch.fx.Node:
+    """What stands for a tensor in the graph: of what a collective of the model brings, what its wait returns."""
+    return next(filter(ops.is_functional_wait, tensor.users), tensor)
 
 
 def _lives_of_messages(gather: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> dict[torch.fx.Node, _Life]:

@@ -4,6 +4,8 @@ A kernel takes the longer of its arithmetic and its traffic with memory (the roo
 
     seconds = kernel_start + max(flops / flops_of(dtype), bytes / memory_bandwidth)
 
+A collective that the model calls itself is one, too (`model_collectives.py`).
+
 FLOPs are those of torch.utils.flop_counter, where a multiply-add is two; operators that it does not know do one for
 each element that they return. Those of attention count `attention_factor` times. A compiler fuses light operators
 between heavy ones: together they read what comes from outside and write what is read outside. Without a compiler each
@@ -28,6 +30,7 @@ from ..passes import analysis, ops
 from ..runtime.shapes import is_symbolic, traced_shape
 from .arithmetic import largest
 from .hardware import Hardware
+from .model_collectives import ModelCollective
 
 Compiler = Literal["inductor", "aot_eager", "eager"]
 """What makes kernels of the graph: Inductor fuses light operators; "aot_eager" has a kernel for each node, and "eager",
@@ -77,7 +80,8 @@ class Kernel:
         written: those of them that are read outside of the kernel, and therefore written to memory.
         flops: a multiply-add is two.
         dtype: what it computes in.
-        num_bytes: read from memory and written to it.
+        num_bytes: read from memory and written to it; of a collective, its input's or its output's, the more.
+        collective: what it is, if it is one of the model's own.
     """
 
     nodes: tuple[torch.fx.Node, ...]
@@ -85,8 +89,11 @@ class Kernel:
     flops: float
     dtype: torch.dtype
     num_bytes: float
+    collective: ModelCollective | None = None
 
     def seconds(self, hardware: Hardware) -> float:
+        if self.collective is not None:
+            return self.collective.seconds(self.num_bytes, hardware)
         factor = hardware.attention_factor if any(map(_is_attention, self.nodes)) else 1
         arithmetic = self.flops * factor / hardware.flops_of(self.dtype)
         seconds: float = largest(arithmetic, self.num_bytes / hardware.memory_bandwidth)
@@ -131,7 +138,7 @@ def _origin(node: torch.fx.Node) -> tuple[str, int] | None:
 
 def is_kernel(node: torch.fx.Node) -> bool:
     """Whether a node computes: it is neither an input nor a view, a collective, a wait, a copy between devices."""
-    if node.op != "call_function" or is_item(node) or analysis.is_alias(node):
+    if node.op != "call_function" or is_item(node) or analysis.is_alias(node) or ops.is_functional_wait(node):
         return False
     is_ours = ops.is_dialect(node)
     if is_ours and (ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.FREE, ops.RESHARD)):
@@ -239,7 +246,10 @@ def _kernel(nodes: Sequence[torch.fx.Node], compiler: Compiler) -> Kernel:
                 read[source] = largest(read.get(source, 0), _read_of(node, source))
     computed = [node for node in nodes if compiler != "inductor" or not _is_constant(node)]
     written = tuple(node for node in computed if any(user not in inside for user in _readers(node)))
-    total = sum(read.values()) + sum(num_bytes(_value(node)) for node in written)
+    num_read, num_written = sum(read.values()), sum(num_bytes(_value(node)) for node in written)
+    if (collective := ModelCollective.of(nodes[0])) is not None:
+        return Kernel(tuple(nodes), written, 0, _dtype(nodes), largest(num_read, num_written), collective)
+    total = num_read + num_written
     return Kernel(tuple(nodes), written, sum(map(flops_of, nodes)), _dtype(nodes), total)
 
 

@@ -78,6 +78,12 @@ class Prediction:
         return self.timeline.seconds - self.timeline.compute - self.exposed
 
     @property
+    def model_collectives(self) -> float:
+        """Seconds of the collectives that the model calls itself, which count as compute."""
+        kernels = [kernel for side in self.work.sides for kernel in side.kernels if kernel.collective is not None]
+        return sum(kernel.seconds(self.hardware) for kernel in kernels)
+
+    @property
     def utilisation(self) -> float:
         """Model FLOPs utilisation: `model_flops` in a step's time, as a fraction of the dense peak."""
         return self.model_flops / self.seconds / self.peak_flops if self.seconds else 0.0
@@ -96,10 +102,13 @@ class Prediction:
         above = f"{self.seconds / self.lower_bound - 1:.1%} above it" if self.lower_bound else "empty"
         is_slowed = self.slowed > _NEGLIGIBLE * self.seconds
         slowed = f" (beside communication {time_text(self.slowed)} more)" if is_slowed else ""
+        sent = self.model_collectives
+        of_model = f", of it {time_text(sent)} of collectives of the model" if sent else ""
         binds = self.binds if self.binds in (COMPUTE, COPIES) else f"communication ({self.binds})"
         rows = {
             "step": f"{time_text(self.seconds)} on {self.hardware.name}: compute {time_text(self.timeline.compute)}"
-            f"{slowed}, exposed communication {time_text(self.exposed)}, optimizer {time_text(self.optimizer_seconds)}",
+            f"{of_model}{slowed}, exposed communication {time_text(self.exposed)}, "
+            f"optimizer {time_text(self.optimizer_seconds)}",
             "lower bound": f"{time_text(self.lower_bound)}, set by {binds}; the schedule is {above}",
             "memory": memory_text(self.memory),
         }

@@ -13,6 +13,7 @@ from typing import Any
 import torch.fx
 
 from ..passes import ops
+from ..runtime.groups import ranks_of_group
 from . import collectives
 from .arithmetic import largest, smallest
 from .collectives import Ring
@@ -62,7 +63,7 @@ class Timeline:
 
     Attributes:
         exposed: seconds that compute stood still, by the wait that it stood at.
-        compute: seconds of all kernels, if nothing else ran.
+        compute: seconds of all kernels, the model's own collectives among them, if nothing else ran.
     """
 
     events: Sequence[Event]
@@ -199,12 +200,22 @@ def sent_by(node: torch.fx.Node, ring: Ring) -> float:
 
 
 def rings_of(work: Work, hardware: Hardware) -> dict[str, Ring]:
-    """The rings of the groups that the graphs name, where neighbouring ranks are sharded over together."""
+    """The rings of the groups that the graphs name.
+
+    Where this process does not know their ranks, as of a mesh that is only planned for, neighbouring ranks are sharded
+    over together.
+    """
     found = [node for side in work.sides for node in side.graph.nodes if ops.is_collective(node)]
     sharding = {ops.argument(node, "group") for node in found if not ops.is_call(node, ops.ALL_REDUCE)}
     size_of_group = {ops.argument(node, "group"): ops.argument(node, "world_size") for node in found}
     num_shards = largest(1, *(size_of_group[group] for group in sharding))
     return {
-        group: Ring.of_axis(size, 1 if group in sharding else num_shards, hardware)
+        group: Ring.of_axis(size, _stride_of(group) or (1 if group in sharding else num_shards), hardware)
         for group, size in size_of_group.items()
     }
+
+
+def _stride_of(group: str) -> int | None:
+    """How far apart neighbouring ranks of a group are; None where that is not known."""
+    ranks = ranks_of_group(group)
+    return None if ranks is None or len(ranks) == 1 else ranks[1] - ranks[0]

@@ -53,10 +53,12 @@ class Decision:
         """Whether the schedule is left open, and a plan for the hardware at hand would know what else the ranks do.
 
         It would not among a part of the ranks, where a pipeline has several forwards under way, each of which holds
-        what a plan keeps; nor with tensor parallelism, whose collectives take time.
+        what a plan keeps. Ranks that split the model by tensor parallelism are no such part.
         """
-        has_all_ranks = self.mesh is not None and self.mesh.size() == dist.get_world_size()
-        return self.schedule.is_at_hand and has_all_ranks and distribution_mesh(self.parameters) is None
+        inner = distribution_mesh(self.parameters)
+        num_splits = 1 if inner is None else inner.size()
+        has_all_ranks = self.mesh is not None and self.mesh.size() * num_splits == dist.get_world_size()
+        return self.schedule.is_at_hand and has_all_ranks
 
     @property
     def compute_device(self) -> torch.device:

@@ -44,6 +44,11 @@ def overlapping_group(group: dist.ProcessGroup, device_type: str) -> dist.Proces
     return _groups[group]
 
 
+def name_of_original(name: str) -> str:
+    """The name of the group that the group `name` was made of here; `name` itself, if it was not."""
+    return next((group.group_name for group, made in _groups.items() if made.group_name == name), name)
+
+
 def close(name: Any) -> None:
     """Let go of a group that was made here: what waits in it raises, on this rank and on others."""
     for group, made in list(_groups.items()):

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from ..errors import ConfigError
 from ..layout.buckets import NO_AXIS, Axes, Axis
 from ..passes.metadata import Part
-from .gloo import overlapping_group
+from .gloo import name_of_original, overlapping_group
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -291,6 +291,15 @@ def _name(group: dist.ProcessGroup, mesh: DeviceMesh) -> str:
 def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
     """The ranks that this one meets along an axis of a mesh."""
     return dist.get_process_group_ranks(mesh.get_group(axis))
+
+
+def ranks_of_group(name: str) -> list[int] | None:
+    """The ranks of the process group that graphs find under this name; None if this process has none."""
+    named = name_of_original(name)
+    for group, known in distributed_c10d._world.pg_names.items():  # private as of torch 2.11 to 2.15
+        if known == named:
+            return dist.get_process_group_ranks(group)
+    return None
 
 
 def axes_with_parts(mesh: DeviceMesh | None, inner: DeviceMesh | None) -> list[tuple[DeviceMesh, int]]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp_compile import ConfigError, NonFiniteError, fsdp_compile, shard
 from fsdp_compile.compat import fully_shard
+from tests.distributed.test_at_hand import planning_by_default
 from tests.distributed.training import CLOSE, STEPS, adamw
 from tests.models import DEVICE
 from tests.ranks import on_ranks
@@ -133,6 +134,18 @@ def test_it_trains_as_the_whole_model(world_size, parallelize, backend):
     root = root_mesh()
     model = fsdp_compile(parallelize(Net(), root["tp"]), root["dp"], backend=backend, fullgraph=True)
     assert_trained_alike(model, *train(model, clip, whole=False), expected())
+
+
+@BOTH_PLANS
+@on_ranks(4)
+def test_it_is_planned_by_default(world_size, parallelize):
+    """Where gathers take long, other than without a plan."""
+    root = root_mesh()
+    with planning_by_default():
+        model = fsdp_compile(parallelize(Net(), root["tp"]), root["dp"], backend="aot_eager", fullgraph=True)
+        assert_trained_alike(model, *train(model, clip, whole=False), expected())
+    (graphs,) = model.graphs
+    assert graphs.plan is not None and "of the model itself" in str(model.explain())
 
 
 @BOTH_PLANS
