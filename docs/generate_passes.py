@@ -17,6 +17,7 @@ PASSES = (
     "merge_unshards",
     "commute_casts",
     "merge_gradients",
+    "merge_all_reduces",
     "partition_joint",
     "insert_all_gather",
     "insert_reduce_scatter",

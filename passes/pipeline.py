@@ -2,13 +2,13 @@
 
 What runs on which graph::
 
-    joint graph          merge_unshards, commute_casts, merge_gradients, partition_joint
+    joint graph          merge_unshards, commute_casts, merge_gradients, merge_all_reduces, partition_joint
     forward, backward    insert_reduce_scatter, insert_all_gather, insert_free, prefetch_all_gather,
                          delay_reduce_scatter_wait, overlap_copies, the user's passes, end_lives, compute_early,
                          lower_collectives, pin_matmuls
     backward             update_in_backward, behind overlap_copies, where an optimizer steps in the backward
 
-A graph without a backward (no_grad, inference) runs through the first two passes and the second row. What Inductor
+A graph without a backward (no_grad, inference) runs through both rows, but for partition_joint. What Inductor
 compiles runs through outline_blocks, on a copy.
 """
 
@@ -31,6 +31,7 @@ from .insert_all_gather import InsertAllGather
 from .insert_free import InsertFree
 from .insert_reduce_scatter import InsertReduceScatter
 from .lower_collectives import LowerCollectives
+from .merge_all_reduces import MergeAllReduces
 from .merge_gradients import MergeGradients
 from .merge_unshards import MergeUnshards
 from .overlap_copies import OverlapCopies
@@ -118,7 +119,7 @@ class Pipeline:
             )
 
         return cls(
-            joint=(MergeUnshards(), CommuteCasts(parted), MergeGradients()),
+            joint=(MergeUnshards(), CommuteCasts(parted), MergeGradients(), MergeAllReduces()),
             partition=PartitionJoint(dict(reshard or {})),
             forward=side(forward_prefetch, forward_lists, plan.forward if plan else ()),
             backward=side(backward_prefetch, backward_lists, plan.backward if plan else (), *in_backward),
@@ -155,11 +156,11 @@ class Pipeline:
 
     def draft_inference(self, gm: torch.fx.GraphModule) -> Side:
         """As `rewrite_inference`, but neither lowered nor verified."""
-        return _draft((*self.joint[:-1], *self.forward), gm)
+        return _draft((*self.joint, *self.forward), gm)
 
     def rewrite_inference(self, gm: torch.fx.GraphModule) -> Side:
         """The graph of a call that needs no gradients."""
-        return self._finish("forward", (*self.joint[:-1], *self.forward), gm, STAGES[0])
+        return self._finish("forward", (*self.joint, *self.forward), gm, STAGES[0])
 
     def _finish(self, name: str, steps: tuple[Pass, ...], gm: torch.fx.GraphModule, stage: Stage) -> Side:
         stage = self._run_all(name, steps, gm, stage)

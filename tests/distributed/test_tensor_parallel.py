@@ -143,6 +143,8 @@ def test_it_is_planned_by_default_and_trains_as_the_whole_model(world_size, para
         assert_trained_alike(model, *train(model, clip, whole=False), expected())
     (graphs,) = model.graphs
     assert graphs.plan is not None and "of the model itself" in str(model.explain())
+    sums = [node for node in graphs.backward.graph.nodes if "all_reduce" in node.name]
+    assert len(sums) == len(model.blocks)  # for gradients of activations, or for those of both parameters of a norm
 
 
 @BOTH_PLANS

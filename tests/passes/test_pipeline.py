@@ -42,7 +42,8 @@ class TestPipeline(Pictures):
             """\
 MergeUnshards()
 CommuteCasts(parted=frozenset())
-MergeGradients()""",
+MergeGradients()
+MergeAllReduces()""",
         )
         self.assertExpectedInline(repr(pipeline.partition), """PartitionJoint(reshard={'up': True})""")
         self.assertExpectedInline(
@@ -83,6 +84,7 @@ joint    Captured
 joint    MergeUnshards
 joint    CommuteCasts
 joint    MergeGradients
+joint    MergeAllReduces
 forward  PartitionJoint
 backward PartitionJoint
 forward  InsertReduceScatter
@@ -115,6 +117,8 @@ backward PinMatmuls""",
             """\
 forward  MergeUnshards
 forward  CommuteCasts
+forward  MergeGradients
+forward  MergeAllReduces
 forward  InsertReduceScatter
 forward  InsertAllGather
 forward  InsertFree
