@@ -20,6 +20,7 @@ from .memory import Memory
 from .nodes import Compiler, full_bytes, num_bytes
 from .optimizers import find_optimizer
 from .predict import Prediction, bytes_text, memory_text, predict, step_memory, table, time_text
+from .wide_gathers import wide_gathers_of
 from .work import Work
 
 _WHICH = f"explain(NAME) with one of {', '.join(HARDWARE)}, or the file that `python -m fsdp_compile calibrate` wrote"
@@ -120,6 +121,7 @@ def _lines(outline: Outline, prediction: Prediction | None) -> list[str]:
     rows = [("schedule", _schedule(outline.plan)), ("collectives", _collectives(outline.work))]
     if outline.work.backward is not None and (updates := ops.updates(outline.work.backward.graph)):
         rows.append(("optimizer", f"steps in the backward: {len(updates)} updates, each as its gradient is there"))
+    rows += [("wide gather", text) for text in _wide(outline.work)]
     texts = [table(rows)]
     if prediction is None:
         texts.append(table([("memory", memory_text(outline.memory))]))
@@ -165,6 +167,19 @@ def _collectives(work: Work) -> str:
         listed = ", ".join(f"{sent[kind]} {kind} of {bytes_text(size[kind])}" for kind in sent) or "none"
         texts.append(f"{side.title} {listed}")
     return "; ".join(texts)
+
+
+def _wide(work: Work) -> list[str]:
+    """Parameters that travel in a wider dtype than the program computes with, those with most bytes to lose first."""
+    found = wide_gathers_of(work)
+    texts = []
+    for gather in found[:_SHOWN]:
+        wide, *narrow = (str(dtype).removeprefix("torch.") for dtype in (gather.wide, *gather.narrow))
+        texts.append(
+            f"{gather.parameter} travels as {wide}, and is cast to {' and '.join(narrow)} behind its gather, "
+            f"{bytes_text(gather.num_bytes)} more than need be, because {gather.reason}"
+        )
+    return [*texts, f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else texts
 
 
 def _exposed(prediction: Prediction) -> list[str]:

@@ -1,0 +1,72 @@
+"""Wide gathers: parameters that the program casts to a narrower dtype behind their gather, and why not before it.
+
+`passes/commute_casts.py` casts shards where nothing else reads a parameter, and a bucket loses enough of its bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import torch.fx
+
+from ..passes import analysis, ops
+from ..passes.printer import printed_name, target_name
+from .nodes import num_bytes
+from .work import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class WideGather:
+    """A parameter in one graph.
+
+    Attributes:
+        parameter: its name.
+        wide: the dtype that it is gathered in.
+        narrow: those that it is cast to.
+        readers: the operators that read it as it is.
+        num_bytes: that its gather would not carry in the widest of those.
+    """
+
+    parameter: str
+    wide: torch.dtype
+    narrow: tuple[torch.dtype, ...]
+    readers: tuple[str, ...]
+    num_bytes: int
+
+    @property
+    def reason(self) -> str:
+        """Why it was not cast before."""
+        if self.readers:
+            return f"{', '.join(self.readers)} reads it as it is"
+        if len(self.narrow) > 1:
+            return "several dtypes are read"
+        return "its bucket would not lose a quarter of its bytes"
+
+
+def wide_gathers_of(work: Work) -> list[WideGather]:
+    """Those of forward and backward, the largest first."""
+    found = [gather for side in work.sides for gather in _of_graph(side.graph)]
+    return sorted(found, key=lambda gather: -gather.num_bytes)
+
+
+def _of_graph(graph: torch.fx.Graph) -> Iterator[WideGather]:
+    for out in filter(ops.is_parameter_out, graph.nodes):
+        value = out.meta["val"]
+        others = analysis.uses(out) - set(analysis.aliases(out))
+        readers = [node for node in graph.nodes if node in others and not ops.is_dialect(node) and node.op != "output"]
+        casts = [node for node in readers if _is_narrowing(node, value)]
+        if casts:
+            narrow = tuple(dict.fromkeys(cast.meta["val"].dtype for cast in casts))
+            names = dict.fromkeys(target_name(node) for node in readers if node not in casts)
+            saved = num_bytes(value) - max(num_bytes(cast.meta["val"]) for cast in casts)
+            yield WideGather(printed_name(out), value.dtype, narrow, tuple(names), saved)
+
+
+def _is_narrowing(node: torch.fx.Node, value: torch.Tensor) -> bool:
+    """Whether this is `value` in a floating dtype of fewer bytes."""
+    if not ops.is_call(node, torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default):
+        return False
+    dtype = node.meta["val"].dtype
+    return value.is_floating_point() and dtype.is_floating_point and dtype.itemsize < value.dtype.itemsize

@@ -1,0 +1,59 @@
+"""What `explain()` says of casts that stay behind the gather of their parameter."""
+
+import pytest
+import torch
+
+from fsdp_compile import rewrite
+from fsdp_compile.costs import explain
+from fsdp_compile.costs.wide_gathers import wide_gathers_of
+from fsdp_compile.costs.work import Work
+from tests.passes.test_commute_casts import WIDE, Part, Reader
+
+ROWS = torch.ones(3, 4, dtype=torch.bfloat16)
+
+
+def graphs_of(model):
+    return rewrite(model, ROWS, world_size=2, auto_wrap_policy=[model])
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            Reader(WIDE["both"]),
+            ("bfloat16", "sum reads it as it is"),
+        ),
+        (
+            Reader(WIDE["two"]),
+            ("bfloat16 and float16", "several dtypes are read"),
+        ),
+        (
+            Part(1, 3),
+            ("bfloat16", "its bucket would not lose a quarter of its bytes"),
+        ),
+    ],
+    ids=["both", "two", "part"],
+)
+def test_the_reason_is_said_in_both_directions(model, reason):
+    lines = [line for line in str(explain([graphs_of(model)])).splitlines() if "wide gather" in line]
+    dtypes, why = reason
+    assert lines and all(
+        line.endswith(f"cast to {dtypes} behind its gather, 32 B more than need be, because {why}")
+        and " travels as float32, and is " in line
+        for line in lines
+    )
+
+
+NARROW = Reader(lambda x, weight: x @ weight.bfloat16())
+
+
+@pytest.mark.parametrize("model", [NARROW, Reader(WIDE["computed"]), Reader(WIDE["wider"]), Part(3, 1)])
+def test_nothing_is_said_of_what_is_gathered_narrow_or_needed_wide(model):
+    graphs = graphs_of(model)
+    assert wide_gathers_of(Work.of(graphs, compiler="inductor")) == []
+    assert "wide gather" not in str(explain([graphs]))
+
+
+def test_the_largest_are_listed_and_the_others_counted():
+    lines = [line for line in str(explain([graphs_of(Part(5, 20))])).splitlines() if "wide gather" in line]
+    assert len(lines) == 4 and " more" in lines[-1]
