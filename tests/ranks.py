@@ -53,6 +53,7 @@ TIME_LIMIT = 240.0  # seconds a function may take, its compilation by Inductor i
 START_LIMIT = 120.0  # seconds until every worker has imported torch and joined the process group
 GRACE = 3.0  # seconds the other ranks get to report once one has failed; longer ones hang in a collective
 LOG_TAIL = 6000  # bytes of a worker's output shown with a failure
+MOST_THREADS = 60  # of a worker, until others take its place
 PRELOADED = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
@@ -67,6 +68,8 @@ def run_on_ranks(
 ) -> list[Any]:
     """Call `function(*args)` on every rank of a process group; its results in rank order."""
     __tracebackhide__ = True  # what failed is in the rank's traceback
+    if world_size in _pools and _pools[world_size].is_worn:
+        _pools.pop(world_size).stop()
     if world_size not in _pools:
         _pools[world_size] = RankPool(world_size)
     try:
@@ -192,6 +195,13 @@ class RankPool:
         for pipe in self.pipes:
             pipe.send_bytes(request)
         return self._results(time_limit, "finish")
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether the groups that tests have made take much time by now: each has a thread of gloo that looks for
+        messages a hundred times a second, also while nothing runs."""
+        threads = [Path(f"/proc/{process.pid}/task") for process in self.processes]
+        return any(path.exists() and len(list(path.iterdir())) > MOST_THREADS for path in threads)
 
     def stop(self) -> None:
         for pipe in self.pipes:
