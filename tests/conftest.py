@@ -13,7 +13,7 @@ from tests.models import DEVICE
 
 LONGEST = ("test_fuzz.py", "test_emulation.py")  # files that begin first: no process has one left at the end
 
-settings.register_profile("quick", max_examples=300, deadline=None, derandomize=True, database=None)
+settings.register_profile("quick", max_examples=200, deadline=None, derandomize=True, database=None)
 settings.register_profile("thorough", max_examples=3000, deadline=None, database=None)
 settings.load_profile("quick")
 

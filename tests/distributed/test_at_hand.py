@@ -82,7 +82,6 @@ def default_dtype(dtype):
 
 AROUND = {
     "nothing": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast(DEVICE.type, torch.bfloat16),
     "bfloat16": lambda: default_dtype(torch.bfloat16),
