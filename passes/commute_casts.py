@@ -25,7 +25,7 @@ import torch.fx
 from . import metadata, ops
 from .merge_unshards import refuse_repeated_unshards
 
-_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _narrow_reads_of_bucket(unshards: list[torch.fx.Node]) -> dict[torch.fx.Node
 def _only_cast(unshard: torch.fx.Node) -> torch.dtype | None:
     """The narrower dtype that all who read the parameter cast it to; None where there is not one."""
     wide, stored = unshard.meta["val"], ops.argument(unshard, "shard").meta["val"].dtype
-    found = [user.meta["val"] for user in unshard.users if ops.is_call(user, *_CASTS)]
+    found = [user.meta["val"] for user in unshard.users if ops.is_call(user, *CASTS)]
     dtypes = {value.dtype for value in found}
     if len(found) < len(unshard.users) or len(dtypes) != 1 or wide.dtype != stored:  # to cast twice rounds twice
         return None

@@ -335,6 +335,7 @@ def sizes_of_regions(begins: list[int], ends: list[int], is_cast: list[bool], ra
 
 
 _FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_dtensor")
+_WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 
 
 def argument(node: torch.fx.Node, name: str) -> Any:
@@ -376,18 +377,19 @@ def is_collective(node: torch.fx.Node) -> bool:
     return _is_kind(node, "all_gather", "reduction")
 
 
+def is_functional(node: torch.fx.Node) -> bool:
+    """Whether this is one of torch's functional collectives, or a wait: the model's own, or ours in a lowered graph."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _FUNCTIONAL
+
+
 def is_functional_collective(node: torch.fx.Node) -> bool:
-    """Whether this is one of torch's functional collectives: the model's own, or, in a lowered graph, one of ours."""
-    return _namespace(node) in _FUNCTIONAL and not is_functional_wait(node)
+    """Whether this is one of torch's functional collectives."""
+    return is_functional(node) and not is_functional_wait(node)
 
 
 def is_functional_wait(node: torch.fx.Node) -> bool:
     """Whether this waits for one of torch's functional collectives."""
-    return is_call(node, torch.ops._c10d_functional.wait_tensor.default)
-
-
-def _namespace(node: torch.fx.Node) -> str:
-    return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
+    return is_call(node, _WAIT_TENSOR)
 
 
 def is_parameter_out(node: torch.fx.Node) -> bool:

@@ -55,8 +55,7 @@ def _is_inside(node: torch.fx.Node) -> bool:
         return _is_inside(node.all_input_nodes[0])
     if not isinstance(node.target, torch._ops.OpOverload) or _description(node) is None:
         return False
-    is_sent = ops.is_functional_collective(node) or ops.is_functional_wait(node)
-    is_computed = not is_sent and node.target.namespace != "fsdp" and not node.target._schema.is_mutable
+    is_computed = not ops.is_functional(node) and node.target.namespace != "fsdp" and not node.target._schema.is_mutable
     return (is_computed and not _is_lookup(node)) or ops.is_call(node, ops.STORE)
 
 

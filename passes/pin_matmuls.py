@@ -67,6 +67,4 @@ def _is_addition(node: torch.fx.Node) -> bool:
 
 
 def _is_scheduled(node: torch.fx.Node) -> bool:
-    if ops.is_call(node, ops.POISON) or ops.is_copy(node):
-        return True
-    return ops.is_functional_collective(node) or ops.is_functional_wait(node)
+    return ops.is_call(node, ops.POISON) or ops.is_copy(node) or ops.is_functional(node)

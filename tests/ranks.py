@@ -198,8 +198,10 @@ class RankPool:
 
     @property
     def is_worn(self) -> bool:
-        """Whether the groups that tests have made take much time by now: each has a thread of gloo that looks for
-        messages a hundred times a second, also while nothing runs."""
+        """Whether the groups that tests have made take much time by now.
+
+        Each has a thread of gloo that looks for messages a hundred times a second, also while nothing runs.
+        """
         threads = [Path(f"/proc/{process.pid}/task") for process in self.processes]
         return any(path.exists() and len(list(path.iterdir())) > MOST_THREADS for path in threads)
 

@@ -160,10 +160,9 @@ def _collectives(work: Work) -> str:
                 kind = "gathers" if ops.is_all_gather(node) else "reductions"
                 sent[kind] += 1
                 size[kind] += full_bytes(node)
-        for kernel in side.kernels:
-            if kernel.collective is not None:
-                sent["of the model itself"] += 1
-                size["of the model itself"] += int(kernel.num_bytes)
+        for kernel in side.collectives:
+            sent["of the model itself"] += 1
+            size["of the model itself"] += int(kernel.num_bytes)
         listed = ", ".join(f"{sent[kind]} {kind} of {bytes_text(size[kind])}" for kind in sent) or "none"
         texts.append(f"{side.title} {listed}")
     return "; ".join(texts)

@@ -80,8 +80,7 @@ class Prediction:
     @property
     def model_collectives(self) -> float:
         """Seconds of the collectives that the model calls itself, which count as compute."""
-        kernels = [kernel for side in self.work.sides for kernel in side.kernels if kernel.collective is not None]
-        return sum(kernel.seconds(self.hardware) for kernel in kernels)
+        return sum(kernel.seconds(self.hardware) for side in self.work.sides for kernel in side.collectives)
 
     @property
     def utilisation(self) -> float:

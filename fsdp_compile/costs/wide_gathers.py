@@ -12,7 +12,8 @@ import torch
 import torch.fx
 
 from ..passes import analysis, ops
-from ..passes.printer import printed_name, target_name
+from ..passes.commute_casts import CASTS
+from ..passes.printer import display_names, target_name
 from .nodes import num_bytes
 from .work import Work
 
@@ -52,21 +53,22 @@ def wide_gathers_of(work: Work) -> list[WideGather]:
 
 
 def _of_graph(graph: torch.fx.Graph) -> Iterator[WideGather]:
+    position, name_of = analysis.positions(graph), display_names(graph)
     for out in filter(ops.is_parameter_out, graph.nodes):
         value = out.meta["val"]
-        others = analysis.uses(out) - set(analysis.aliases(out))
-        readers = [node for node in graph.nodes if node in others and not ops.is_dialect(node) and node.op != "output"]
+        others = sorted(analysis.uses(out).difference(analysis.aliases(out)), key=position.__getitem__)
+        readers = [node for node in others if not ops.is_dialect(node) and node.op != "output"]
         casts = [node for node in readers if _is_narrowing(node, value)]
         if casts:
             narrow = tuple(dict.fromkeys(cast.meta["val"].dtype for cast in casts))
             names = dict.fromkeys(target_name(node) for node in readers if node not in casts)
             saved = num_bytes(value) - max(num_bytes(cast.meta["val"]) for cast in casts)
-            yield WideGather(printed_name(out), value.dtype, narrow, tuple(names), saved)
+            yield WideGather(name_of[out], value.dtype, narrow, tuple(names), saved)
 
 
 def _is_narrowing(node: torch.fx.Node, value: torch.Tensor) -> bool:
     """Whether this is `value` in a floating dtype of fewer bytes."""
-    if not ops.is_call(node, torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default):
+    if not ops.is_call(node, *CASTS):
         return False
     dtype = node.meta["val"].dtype
     return value.is_floating_point() and dtype.is_floating_point and dtype.itemsize < value.dtype.itemsize

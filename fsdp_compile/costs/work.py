@@ -31,6 +31,11 @@ class WorkOfGraph:
     def flops(self) -> float:
         return sum(kernel.flops for kernel in self.kernels)
 
+    @property
+    def collectives(self) -> list[Kernel]:
+        """The kernels that are collectives of the model itself."""
+        return [kernel for kernel in self.kernels if kernel.collective is not None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Work:

@@ -37,7 +37,7 @@ def graphs(four_ranks):
 
 
 def kernels(work):
-    return [kernel for side in work.sides for kernel in side.kernels if kernel.collective is not None]
+    return [kernel for side in work.sides for kernel in side.collectives]
 
 
 def test_each_takes_what_its_ring_takes(graphs):
