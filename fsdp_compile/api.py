@@ -21,7 +21,7 @@ from .environment import initialise_from_environment, local_world_size
 from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
 from .layout.distribution import distribution_mesh
-from .module.adoption import adopt, check_mesh, common_mesh, sharded_parts
+from .module.adoption import adopt, check_mesh, common_mesh, holders_with, sharded_parts
 from .module.decide import check_model, decide
 from .module.decision import (
     Decision,
@@ -148,8 +148,9 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.
     decision = _on_ranks(model, parts, mesh, decision)
     if (agreement := agreement_of(decision.mesh)) is not None:
         agreement.agree(statement_of_decision(decision))
+    holders = holders_with(parts, decision.mesh, distribution_mesh(decision.parameters))
     sharding = shard_parameters(model, decision)
-    sharding.reason = reason
+    sharding.reason, sharding.holders = reason, holders
     adopt(model, parts, sharding)
     note_sharding(model, sharding)
     sharding.left = owners_left(model)
@@ -179,8 +180,8 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
     if resolved is not None:
         check_dense(model, set(decision.parameters.values()))
     decision.with_shards(num_shards_of(resolved))  # raises for a number that does not divide the ranks
-    check_mesh(parts, resolved)
     check_distributed(decision.parameters, resolved)
+    check_mesh(parts, resolved, distribution_mesh(decision.parameters))
     decision = dataclasses.replace(decision, device=device, mesh=resolved, is_alone=is_given and resolved is None)
     schedule, device = decision.schedule, decision.compute_device
     if schedule.hardware is None and (schedule.memory_budget is not None or decision.is_planned_by_default):

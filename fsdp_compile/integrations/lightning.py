@@ -211,8 +211,7 @@ class FSDPCompileFabricStrategy(fabric.ModelParallelStrategy):
         sharding = sharding_of(module)
         return clip_gradients(
             self.precision.main_params(optimizer),
-            sharding.mesh,
-            inner=sharding.inner,
+            sharding.holders,
             max_norm=max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,

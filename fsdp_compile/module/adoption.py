@@ -18,6 +18,7 @@ from ..passes import ops
 from ..passes.plan import PrefetchList
 from ..runtime.flat_shard import FlatShard
 from ..runtime.groups import num_shards_of
+from ..runtime.holders import Holders, holders_of, ranks_of_holders
 from ..runtime.optimizers import replacement_of
 from .reading import install_reads
 from .sharded_module import become_part
@@ -50,15 +51,29 @@ def adopted_parameters(model: nn.Module, parts: Mapping[str, nn.Module]) -> set[
 
 
 def common_mesh(parts: Mapping[str, nn.Module]) -> DeviceMesh | None:
-    """The mesh of the parts."""
-    meshes = (sharding_of(part).mesh for part in parts.values())
-    return next((mesh for mesh in meshes if mesh is not None), None)
+    """The mesh of the parts; of several, the one that has the ranks of all.
+
+    Raises:
+        ConfigError: none of them does.
+    """
+    meshes = [mesh for part in parts.values() if (mesh := sharding_of(part).mesh) is not None]
+    if not meshes:
+        return None
+    largest = max(meshes, key=DeviceMesh.size)
+    held = set(largest.mesh.flatten().tolist())
+    if not all(held.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes):
+        raise ConfigError(f"the parts are sharded over {', '.join(map(str, set(meshes)))}: say over which the rest is")
+    return largest
 
 
-def check_mesh(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None) -> None:
-    """Raise ConfigError for a part that is sharded over other ranks than the model will be.
+def check_mesh(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None, inner: DeviceMesh | None) -> None:
+    """Raise ConfigError for a part that cannot be of one model with what is sharded over `mesh`.
 
-    A part may be each rank's own, as experts are, if that was said when it was sharded.
+    A part may be sharded over some of the model's ranks, as experts are, or be each rank's own, if that was said when
+    it was sharded.
+
+    Args:
+        inner: what the parameters of the model were distributed over before.
     """
     for name, part in parts.items():
         sharding = sharding_of(part)
@@ -67,11 +82,30 @@ def check_mesh(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None) -> None:
                 f"{name} is every rank's own, and the model would be on a mesh of {mesh.ndim} dimensions: that goes "
                 "with a mesh of one dimension only"
             )
-        if _ranks(sharding.mesh) != _ranks(mesh) and not sharding.is_alone:
+        others = [other for other in (sharding.mesh, *(shard.mesh for shard in sharding.shards)) if other != mesh]
+        if sharding.is_alone or all(_ranks(other) == _ranks(mesh) for other in others):
+            continue
+        if mesh is None or sharding.mesh is None:
             raise ConfigError(
                 f"{name} is sharded over the ranks {_ranks(sharding.mesh)}, and the model would be over "
                 f"{_ranks(mesh)}: give them one mesh"
             )
+        if sharding.parts:
+            raise ConfigError(
+                f"{name} is sharded on {sharding.mesh}, and the model would be on {mesh}: parameters of a part with a "
+                f"mesh of its own cannot stay with {next(iter(sharding.parts))} ranks after the forward; give "
+                "reshard_after_forward a bool"
+            )
+    ranks_of_holders(mesh, inner, {name: found.ranks for name, part in parts.items() if (found := _holders(part))})
+
+
+def _holders(part: nn.Module) -> Holders | None:
+    return sharding_of(part).holders
+
+
+def holders_with(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None, inner: DeviceMesh | None) -> Holders | None:
+    """The ranks that hold a model with these parts; all of them call this at the same time."""
+    return holders_of(mesh, inner, [found for part in parts.values() if (found := _holders(part)) is not None])
 
 
 def check_not_ignored(model: nn.Module, parts: Mapping[str, nn.Module], ignored: Collection[nn.Parameter]) -> None:
@@ -111,7 +145,6 @@ def _take_over(inner: Sharding, parts: Mapping[str, nn.Module], sharding: Shardi
     """Make the shards of `inner`, which is that of all these parts, a part of `sharding`."""
     new_name = _renaming(inner, parts)
     _merge_schedules(inner, sharding, new_name)
-    sharding.inner = sharding.inner or inner.inner
     for shard in inner.shards:
         _rename(shard, new_name)
         shard.sharding = sharding
@@ -135,9 +168,8 @@ def _take_over(inner: Sharding, parts: Mapping[str, nn.Module], sharding: Shardi
 
 def _merge_schedules(inner: Sharding, sharding: Sharding, new_name: Callable[[str], str]) -> None:
     """Let the units of `inner`, under their new names, keep what was decided for their resharding."""
-    num_shards = num_shards_of(sharding.mesh)
-    own = sharding.schedule.reshard_of_unit(sharding.units, num_shards)
-    adopted = inner.schedule.reshard_of_unit(inner.units, num_shards)
+    own = sharding.schedule.reshard_of_unit(sharding.units, num_shards_of(sharding.mesh))
+    adopted = inner.schedule.reshard_of_unit(inner.units, num_shards_of(inner.mesh))
     reshard = own | {new_name(unit): value for unit, value in adopted.items()}
     schedule = sharding.schedule
     most = max((each for each in (schedule.reductions, inner.schedule.reductions) if each), default=None)

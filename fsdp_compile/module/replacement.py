@@ -33,7 +33,6 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
     """Shard the parameters of `model`, in place. Everything that can be refused has been refused before."""
     sharding = Sharding(
         mesh=decision.mesh,
-        inner=distribution_mesh(decision.parameters),
         units=[unit.name for unit in decision.units],
         schedule=decision.schedule,
         is_alone=decision.is_alone,

@@ -22,6 +22,7 @@ from ..errors import ConfigError
 from ..layout.buckets import NO_AXIS, Axis, Layout
 from ..runtime.flat_shard import FlatShard
 from ..runtime.groups import axes_of, mesh_over, part_of
+from ..runtime.holders import holders_of
 from ..runtime.reads import Read
 from .own_units import OwnUnits
 from .reading import install_reads, local_reads, original_class
@@ -30,6 +31,7 @@ from .sharding import Sharding, note_sharding, sharding_of
 
 _MADE_ANEW = {
     "mesh",
+    "holders",
     "shards",
     "parts",
     "running",
@@ -141,10 +143,10 @@ def save(model: nn.Module, protocol: int) -> tuple[Saved, list[torch.Tensor], li
     """What `load` takes: the model, the shards, all other tensors. Tensors apart, so that torch.save sees them."""
     sharding = sharding_of(model)
     sharding.refuse_if_summoned("pickling the model")
-    if sharding.inner is not None:
+    if others := sharding.meshes() - {sharding.mesh}:
         raise ConfigError(
-            f"a model with parameters that were distributed over {sharding.inner} cannot be pickled: save its "
-            "state_dict by torch.distributed.checkpoint"
+            f"a model with parameters on {', '.join(map(str, others))} besides the mesh that it is sharded over cannot "
+            "be pickled: save its state_dict by torch.distributed.checkpoint"
         )
     sharding.check()
     sharding.refuse_newcomers(model)  # loaded, they would pass for parameters that were left as they are
@@ -181,7 +183,7 @@ def load(saved: Saved, flats: list[torch.Tensor], tensors: list[torch.Tensor]) -
         shards = [shard.around(flat, mesh) for shard, flat in zip(saved.shards, flats, strict=True)]
         parts = {size: part_of(mesh, size) for size in saved.part_sizes}
     model, state, local_reads, owns, *taken_out = _Unpickler(io.BytesIO(saved.modules), mesh, shards, tensors).load()
-    sharding = Sharding(mesh=mesh, shards=shards, parts=parts, **state)
+    sharding = Sharding(mesh=mesh, holders=holders_of(mesh, None, []), shards=shards, parts=parts, **state)
     install_reads(model, dict(local_reads) | _reads([model, *taken_out], shards), sharding.running)
     vars(model)["_fsdp_sharding"] = sharding
     note_sharding(model, sharding)

@@ -217,7 +217,7 @@ class ShardedModule(Reshards):
         sharding.refuse_if_summoned("copy.deepcopy of the model")
         sharding.reshard()
         self._refuse_if_together("copy")
-        memo |= {id(mesh): mesh for mesh in (sharding.mesh, sharding.inner)}
+        memo |= {id(mesh): mesh for mesh in sharding.meshes()}
         memo[id(sharding.compilations)] = Compilations()
         memo |= {id(sharding.watched): set(), id(sharding.looked): weakref.WeakKeyDictionary()}
         memo |= {id(sharding.owns): [], id(sharding.schedules): [], id(sharding.post_optim_event): None}
@@ -367,7 +367,7 @@ class ShardedMethods(nn.Module):
     ) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; every rank calls it.
 
-        As `torch.nn.utils.clip_grad_norm_`, with one all-reduce along the axis that the model is sharded over.
+        As `torch.nn.utils.clip_grad_norm_`, with one all-reduce over all ranks that hold parts of the model.
         Parameters that are not sharded count once.
 
         Args:
@@ -384,9 +384,8 @@ class ShardedMethods(nn.Module):
         sharding.reshard()
         return clip_gradients(
             self.parameters(),
-            sharding.mesh,
-            [parameter for _, parameter in sharding.whole.values()],
-            sharding.inner,
+            sharding.holders,
+            [] if sharding.mesh is None else [parameter for _, parameter in sharding.whole.values()],
             max_norm=max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,

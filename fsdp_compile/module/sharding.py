@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..compiler.options import CompileConfig
 from ..compiler.splits import activations_are_free
@@ -174,6 +176,15 @@ class Sharding(Shards):
         for shard in self.shards:
             number, *_ = shard.key.split(" ")
             shard.key = f"{number} by schedule {index}" if index else number
+
+    def meshes(self) -> set[DeviceMesh]:
+        """All that parameters are sharded over, or distributed over besides."""
+        whole = [parameter for _, parameter in self.whole.values()]
+        sharded = [parameter for shard in self.shards for parameter in shard.parameters]
+        found = {each.device_mesh for each in (*whole, *sharded) if isinstance(each, DTensor)}
+        found |= {shard.mesh for shard in self.shards}
+        found |= {slot.distribution.mesh for shard in self.shards for slot in shard.layout.slots if slot.distribution}
+        return found if self.mesh is None else {self.mesh, *found}
 
     def reshard(self) -> None:
         """Sharded parameters are in their places again, where `unshard` has put full ones."""

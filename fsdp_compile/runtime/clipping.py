@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterable
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from .collectives import all_reduce_alone
-from .groups import axes_with_parts, ranks_along
+from .holders import Holders
 from .views import local_tensor
 
 _WIDE = torch.float64  # what powers of norms are added in: squares of float32 overflow float32
@@ -21,9 +18,8 @@ _WIDE = torch.float64  # what powers of norms are added in: squares of float32 o
 @torch.no_grad()
 def clip_gradients(
     parameters: Iterable[torch.Tensor],
-    mesh: DeviceMesh | None,
+    holders: Holders | None,
     own: Collection[torch.Tensor] = (),
-    inner: DeviceMesh | None = None,
     *,
     max_norm: float,
     norm_type: float = 2.0,
@@ -34,9 +30,8 @@ def clip_gradients(
     Args:
         parameters: all parameters of a model, also those without a gradient: whether any of them is sharded decides
             whether ranks communicate, and has to be the same on all of them.
-        mesh: what the parameters are sharded over: along its last axis. None for a single rank.
+        holders: the ranks that hold the model; None for a single rank.
         own: which of the parameters are others on every rank, and not sharded. Of a single rank, all may be.
-        inner: what parameters were distributed over before they were sharded.
 
     Returns:
         A 0-d tensor on the mesh's device, the same on every rank that holds a part of the same copy of the model;
@@ -49,7 +44,7 @@ def clip_gradients(
     parameters, max_norm, norm_type = list(parameters), float(max_norm), float(norm_type)
     if not norm_type > 0:
         raise ConfigError(f"norm_type is a positive number or inf, not {norm_type}")
-    norm = _total_norm(parameters, mesh, set(own), inner, norm_type)
+    norm = _total_norm(parameters, holders, set(own), norm_type)
     has_double = any(parameter.dtype == torch.float64 for parameter in parameters)
     norm = norm.to(torch.float64 if has_double else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
@@ -63,46 +58,25 @@ def clip_gradients(
     return norm
 
 
-def _device(parameters: list[torch.Tensor], mesh: DeviceMesh | None) -> torch.device:
+def _device(parameters: list[torch.Tensor], holders: Holders | None) -> torch.device:
     """Where ranks communicate; gradients that were offloaded may be elsewhere."""
-    if mesh is not None:
-        return torch.device(mesh.device_type)
+    if holders is not None:
+        return torch.device(holders.mesh.device_type)
     return parameters[0].device if parameters else torch.device("cpu")
 
 
 def _total_norm(
-    parameters: list[torch.Tensor],
-    mesh: DeviceMesh | None,
-    own: set[torch.Tensor],
-    inner: DeviceMesh | None,
-    norm_type: float,
+    parameters: list[torch.Tensor], holders: Holders | None, own: set[torch.Tensor], norm_type: float
 ) -> torch.Tensor:
     """The norm of all gradients. What several ranks hold whole is added by the first of them, if they add up."""
-    device = _device(parameters, mesh or inner)
-    counted = parameters
-    axes = []
-    for over, axis in axes_with_parts(mesh, inner):
-        is_of_rank = [_is_sharded(each, over, axis) or (over is mesh and each in own) for each in parameters]
-        if any(is_of_rank):
-            axes.append((over, axis))
-            adds = set(itertools.compress(parameters, is_of_rank))
-            is_first = over.get_local_rank(axis) == 0
-            counted = [each for each in counted if is_first or each in adds]
-    norm = _norm_on_this_rank(counted, norm_type, device)
-    for over, axis in axes:
-        norm = _norm_of_norms(norm, norm_type, over, axis)
-    return norm
-
-
-def _is_sharded(parameter: torch.Tensor, mesh: DeviceMesh, axis: int) -> bool:
-    """Whether ranks along an axis of the mesh hold different parts of the parameter, which may be on more axes."""
-    if not isinstance(parameter, DTensor):
-        return False
-    held, ranks = parameter.device_mesh, ranks_along(mesh, axis)
-    return any(
-        not placement.is_replicate() and ranks_along(held, own_axis) == ranks
-        for own_axis, placement in enumerate(parameter.placements)
-    )
+    device = _device(parameters, holders)
+    if holders is None:
+        return _norm_on_this_rank(parameters, norm_type, device)
+    parts = [holders.part_in(parameter, is_own=parameter in own) for parameter in parameters]
+    if not any(part.differs for part in parts):
+        return _norm_on_this_rank(parameters, norm_type, device)
+    counted = [parameter for parameter, part in zip(parameters, parts, strict=True) if part.adds]
+    return _norm_of_norms(_norm_on_this_rank(counted, norm_type, device), norm_type, holders)
 
 
 def _norm_on_this_rank(parameters: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
@@ -115,15 +89,15 @@ def _norm_on_this_rank(parameters: list[torch.Tensor], norm_type: float, device:
     return norm
 
 
-def _norm_of_norms(norm: torch.Tensor, norm_type: float, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """The norm over all ranks of an axis of the mesh, from that of every rank: one all-reduce."""
+def _norm_of_norms(norm: torch.Tensor, norm_type: float, holders: Holders) -> torch.Tensor:
+    """The norm over all ranks, from that of every rank: one all-reduce."""
     what = "the norm of the gradients (clip_grad_norm_)"
     if not math.isinf(norm_type):
-        power: torch.Tensor = all_reduce_alone(what, norm**norm_type, "sum", mesh, axis) ** (1 / norm_type)
+        power: torch.Tensor = holders.all_reduce(what, norm**norm_type, "sum") ** (1 / norm_type)
         return power
     # A maximum may or may not keep a nan, so it travels as a flag.
     both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().to(_WIDE)])
-    largest, has_nan = all_reduce_alone(what, both, "max", mesh, axis).unbind()
+    largest, has_nan = holders.all_reduce(what, both, "max").unbind()
     return torch.where(has_nan > 0, math.nan, largest)
 
 

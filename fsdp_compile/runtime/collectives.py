@@ -7,10 +7,8 @@ from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed._functional_collectives
-from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import Agreement, agreement_of
-from .gloo import overlapping_group
+from .agreement import Agreement
 from .places import at, outside_of_graphs
 
 _c10d = torch.ops._c10d_functional  # private, as of torch 2.11 to 2.15
@@ -29,10 +27,11 @@ def running_alone(what: str, agreement: Agreement | None, *groups: str, same: st
     return at(place) if agreement is None or not groups else agreement.running(place=place)
 
 
-def all_reduce_alone(what: str, tensor: torch.Tensor, operator: str, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """Over an axis of a mesh."""
-    group = str(overlapping_group(mesh.get_group(axis), mesh.device_type).group_name)
-    with running_alone(what, agreement_of(mesh), group):
+def all_reduce_alone(
+    what: str, tensor: torch.Tensor, operator: str, group: str, agreement: Agreement | None
+) -> torch.Tensor:
+    """Over the ranks of the process group of this name."""
+    with running_alone(what, agreement, group):
         reduced: torch.Tensor = _c10d.wait_tensor(_c10d.all_reduce(tensor, operator, group))
     return reduced
 

@@ -18,6 +18,7 @@ from ..layout.distribution import local_part
 from .accumulation import Accumulation
 from .agreement import Agreement, agreement_of
 from .assigned_data import keep_assigned_data
+from .holders import Holders
 from .optimizers import install_hooks
 from .reads import Read
 from .views import Places, local_tensor, local_views, made_dtensor, part_of_rank, places_of, sharded_as, views_at
@@ -55,7 +56,7 @@ class Shards:
         checks_gradients: whether a backward raises NonFiniteError for gradients that are not finite.
         is_checking: whether they will be checked at the end of the running backward.
         num_backwards: how many backwards were checked.
-        inner: what parameters were distributed over before they were sharded.
+        holders: the ranks that hold it; None where a rank holds all of it.
         whole: with a single rank, unit and parameter by name.
         divisors: with a single rank, what the gradient of each parameter is divided by.
         watched: ids of those of them whose gradients are divided or checked, and the names of the hooks that do it.
@@ -68,7 +69,7 @@ class Shards:
     checks_gradients: bool = False
     is_checking: bool = False
     num_backwards: int = 0
-    inner: DeviceMesh | None = None
+    holders: Holders | None = None
     whole: dict[str, tuple[str, nn.Parameter]] = dataclasses.field(default_factory=dict)
     divisors: dict[nn.Parameter, Divisor] = dataclasses.field(default_factory=dict)
     watched: set[tuple[int, str]] = dataclasses.field(default_factory=set)

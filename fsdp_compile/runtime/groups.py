@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -291,6 +291,14 @@ def _name(group: dist.ProcessGroup, mesh: DeviceMesh) -> str:
 def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
     """The ranks that this one meets along an axis of a mesh."""
     return dist.get_process_group_ranks(mesh.get_group(axis))
+
+
+def group_over(ranks: Sequence[int], mesh: DeviceMesh) -> str:
+    """The name under which these ranks find their group, which is made if there is none; all of them call this."""
+    for axis in range(mesh.ndim):
+        if sorted(ranks_along(mesh, axis)) == [*ranks]:
+            return _name(mesh.get_group(axis), mesh)
+    return _name(_group_of([*ranks]), mesh)
 
 
 def ranks_of_group(name: str) -> list[int] | None:

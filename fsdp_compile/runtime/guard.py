@@ -9,9 +9,7 @@ import torch
 from ..errors import NonFiniteError
 from ..layout.distribution import local_part
 from ..passes import ops
-from .collectives import all_reduce_alone
 from .flat_shard import Shards
-from .groups import axes_with_parts
 from .views import local_tensor
 
 _SHOWN = 8  # parameters that an error names
@@ -38,12 +36,12 @@ def _check(sharding: Shards) -> None:
     if not named:
         return
     device = torch.device("cpu")
-    mesh = sharding.mesh or sharding.inner
-    if mesh is not None and mesh.device_type != "cpu":
-        device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    holders = sharding.holders
+    if holders is not None and holders.mesh.device_type != "cpu":
+        device = torch.device(holders.mesh.device_type, torch.accelerator.current_device_index())
     found = torch.stack([_kind(gradient).to(device) for _, _, gradient in named])
-    for over, axis in axes_with_parts(sharding.mesh, sharding.inner):  # replicas have the same gradients
-        found = all_reduce_alone("the comparison of check_gradients", found, "max", over, axis)
+    if holders is not None:  # replicas have the same gradients
+        found = holders.all_reduce("the comparison of check_gradients", found, "max")
     bad = [(*each[:2], kind) for each, kind in zip(named, found.tolist(), strict=True) if kind]
     if not bad:
         return

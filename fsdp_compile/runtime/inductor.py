@@ -22,6 +22,7 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 from torch._inductor.scheduler import refresh_group_node_dependencies
 from torch._inductor.utils import is_collective, is_wait
 from torch._inductor.virtualized import V
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.utils._ordered_set import OrderedSet
 
 from ..passes import metadata, ops
@@ -325,10 +326,11 @@ def _addmm(term: Any, a: Any, b: Any, **kwargs: Any) -> Any:
 
 
 def _is_for_onednn(a: Any, b: Any) -> bool:
+    """Not for what may be small. A size that depends on data may be 0, too, and oneDNN refuses matrices of that."""
     sizes = [*a.get_size(), b.get_size()[1]]
     flops = 2 * functools.reduce(lambda one, other: one * other, sizes)
-    is_small = V.graph.sizevars.statically_known_lt(flops, _SMALL)
-    return a.get_device().type == "cpu" and a.get_dtype() == torch.float32 and not is_small
+    may_be_small = V.graph.sizevars.statically_known_lt(flops, _SMALL) or has_free_unbacked_symbols(flops)
+    return a.get_device().type == "cpu" and a.get_dtype() == torch.float32 and not may_be_small
 
 
 def _linear(a: Any, b: Any, bias: Any) -> Any:

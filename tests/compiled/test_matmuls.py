@@ -66,6 +66,26 @@ def test_sizes_that_change_have_the_values_of_torch():
         torch.testing.assert_close(sharded(x), unsharded(x), atol=1e-5, rtol=1e-5)
 
 
+class Picked(nn.Module):
+    """A linear layer of the rows that are positive: how many these are, and whether there are any, the data say."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(128, 256)
+
+    def forward(self, x):
+        return self.linear(x[x[:, 0] > 0])
+
+
+@needs_onednn
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_no_rows_at_all_are_multiplied_as_by_torch():
+    model = Picked()
+    unsharded, sharded = copy.deepcopy(model), fsdp_compile(model, fullgraph=True)
+    for x in (torch.randn(96, 128).abs(), -torch.randn(96, 128).abs()):
+        torch.testing.assert_close(trained(sharded, x), trained(unsharded, x), atol=1e-4, rtol=1e-5)
+
+
 @needs_onednn
 def test_max_autotune_keeps_the_choice():
     sharded = fsdp_compile(Linears(), options={"max_autotune": True, "max_autotune_gemm_backends": "ATEN"})

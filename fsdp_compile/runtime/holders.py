@@ -1,0 +1,147 @@
+"""Holders: the ranks that hold a model between them, each other parts of it, so that what they find adds up.
+
+Those are the ranks that it is sharded over, the ranks that tensor parallelism has split it over, and those that units
+on a mesh of their own are sharded over: a norm is that of all of them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..errors import ConfigError
+from .agreement import agreement_of
+from .collectives import all_reduce_alone
+from .groups import axes_with_parts, group_over, mesh_of_both
+
+Ranks: TypeAlias = "tuple[int, ...]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Holders:
+    """The ranks that hold the parts of one copy of a model, this one among them.
+
+    Attributes:
+        ranks: in ascending order.
+        group: the name of their process group.
+        mesh: whose ranks agree on what they run.
+    """
+
+    ranks: Ranks
+    group: str
+    mesh: DeviceMesh
+    _known: dict[Any, PartIn] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Holders:
+        """Process groups are shared by copies."""
+        return self
+
+    def all_reduce(self, what: str, tensor: torch.Tensor, operator: str) -> torch.Tensor:
+        """Over all of them; `what` is what they do so for."""
+        return all_reduce_alone(what, tensor, operator, self.group, agreement_of(self.mesh))
+
+    def part_in(self, parameter: torch.Tensor, *, is_own: bool) -> PartIn:
+        """What this rank has to do with a parameter.
+
+        Args:
+            is_own: whether every rank has another, which no DTensor says.
+        """
+        if is_own:
+            return PartIn(adds=True, differs=True)
+        key = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        if key not in self._known:
+            with_same_name, with_parts = self._with_same_name(parameter), _ranks_with_parts(parameter)
+            is_whole = len(with_parts) == 1 and with_same_name == self.ranks
+            self._known[key] = PartIn(adds=min(with_same_name) in with_parts, differs=not is_whole)
+        return self._known[key]
+
+    def _with_same_name(self, parameter: torch.Tensor) -> Ranks:
+        """Those of them that hold parts of the parameter, or copies of these. What a unit has on a mesh of its own is
+        another parameter on the ranks beside that.
+        """
+        if not isinstance(parameter, DTensor):
+            return self.ranks
+        held = _all_ranks(parameter.device_mesh)
+        if held >= _all_ranks(self.mesh):
+            return self.ranks
+        return tuple(rank for rank in self.ranks if rank in held)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartIn:
+    """What a rank has to do with a parameter.
+
+    Attributes:
+        adds: whether it adds what it holds: of the ranks that hold the same, one does.
+        differs: whether other ranks hold something else.
+    """
+
+    adds: bool
+    differs: bool
+
+
+def holders_of(mesh: DeviceMesh | None, inner: DeviceMesh | None, of_parts: Sequence[Holders]) -> Holders | None:
+    """Those of a model; None if a rank holds all of it. All of them call this at the same time.
+
+    Args:
+        mesh: that the model is sharded over.
+        inner: that its parameters were distributed over before.
+        of_parts: those of modules in it that were sharded before.
+    """
+    ranks = ranks_of_holders(mesh, inner, {str(index): each.ranks for index, each in enumerate(of_parts)})
+    among = mesh or inner or next((each.mesh for each in of_parts), None)
+    return None if among is None or len(ranks) == 1 else Holders(ranks, group_over(ranks, among), among)
+
+
+def ranks_of_holders(mesh: DeviceMesh | None, inner: DeviceMesh | None, of_parts: Mapping[str, Ranks]) -> Ranks:
+    """As `holders_of`, of modules by name.
+
+    Raises:
+        ConfigError: a module is sharded over ranks that are no part of the model's.
+    """
+    axes = [(over, axis) for over, axis in axes_with_parts(mesh, inner)]
+    if not axes:
+        narrow: Ranks = (dist.get_rank(),) if dist.is_initialized() else (0,)
+    elif len(axes) == 1:
+        narrow = _along(*axes[0])
+    else:
+        both = mesh_of_both(mesh, inner) if mesh is not None and inner is not None else inner
+        first = 0 if mesh is None else mesh.ndim - 1
+        narrow = _along(both, *range(first, both.ndim))  # type: ignore[union-attr, arg-type]
+    candidates = [narrow, *sorted(of_parts.values(), key=len)]
+    if mesh is not None:
+        both = mesh if inner is None else mesh_of_both(mesh, inner)
+        candidates.append(_along(both, *range(both.ndim)))
+    for ranks in candidates:
+        if all(set(ranks) >= set(each) for each in (narrow, *of_parts.values())):
+            return ranks
+    name, ranks = next((name, each) for name, each in of_parts.items() if not set(each) <= set(candidates[-1]))
+    raise ConfigError(
+        f"{name} is sharded over the ranks {list(ranks)}, and the model would be over {list(candidates[-1])}: give "
+        "them one mesh, or the model one that has all ranks of its modules"
+    )
+
+
+def _along(mesh: DeviceMesh, *axes: int) -> Ranks:
+    """The ranks that this one meets along these axes, and itself."""
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    index = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(mesh.ndim))
+    return tuple(sorted(mesh.mesh[index].flatten().tolist()))
+
+
+def _all_ranks(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(_along(mesh, *range(mesh.ndim)))
+
+
+def _ranks_with_parts(parameter: torch.Tensor) -> Ranks:
+    """The ranks that hold, between them, one whole of the parameter: this one alone, if that is not sharded."""
+    if not isinstance(parameter, DTensor):
+        return (dist.get_rank(),)
+    sharded = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    return _along(parameter.device_mesh, *sharded)
