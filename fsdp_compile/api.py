@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn as nn
@@ -20,13 +21,14 @@ from .costs.hardware import Hardware
 from .environment import initialise_from_environment, local_world_size
 from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
-from .layout.distribution import distribution_mesh
-from .module.adoption import adopt, check_mesh, common_mesh, holders_with, sharded_parts
+from .layout.unit_meshes import find_meshes
+from .module.adoption import adopt, check_mesh, common_mesh, holders_of, ranks_of, sharded_parts
 from .module.decide import check_model, decide
 from .module.decision import (
     Decision,
     check_dense,
     check_distributed,
+    check_own_meshes,
     compute_device,
     statement_of_decision,
 )
@@ -51,9 +53,11 @@ from .runtime.groups import device_of, device_to_shard_on, mesh_beside, num_shar
 from .runtime.interruption import end_in_one_line
 from .runtime.meta import off_meta
 
+Meshes: TypeAlias = "DeviceMesh | Mapping[str, DeviceMesh] | None"
+
 
 @takes(Options, CompileConfig)
-def fsdp_compile(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: Any) -> nn.Module:
+def fsdp_compile(model: nn.Module, mesh: Meshes = None, **arguments: Any) -> nn.Module:
     """Shard `model` over the ranks and compile it, in place.
 
     Parameters become DTensors (`Shard(0)`) under their names; a call of the model runs compiled graphs that gather each
@@ -64,6 +68,9 @@ def fsdp_compile(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: 
         mesh: one dimension to shard over, or two (replicate, shard); by default all ranks. With no process group
             initialised, `WORLD_SIZE` in the environment initialises one (NCCL for CUDA, else gloo). A model in the
             CPU's memory goes to the GPU of its rank if the mesh, or all that the process group serves, is GPUs.
+            A map to meshes from globs over module names ("" is the model itself) gives modules a mesh of their own, as
+            experts have that are split over the other ranks; see `fsdp_compile.layout.unit_meshes.find_meshes`. A mean
+            of gradients is still over the ranks of the model.
         process_group: the ranks to shard over, instead of a mesh; a pair (shard, replicate) for hybrid sharding.
         auto_wrap_policy: which modules are units; see `fsdp_compile.layout.units.find_units`.
         sharding_strategy: torch's; FULL_SHARD on a mesh of two dimensions is HYBRID_SHARD. SHARD_GRAD_OP keeps
@@ -124,7 +131,7 @@ def fsdp_compile(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: 
 
 
 @takes(Options)
-def shard(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: Any) -> nn.Module:
+def shard(model: nn.Module, mesh: Meshes = None, **arguments: Any) -> nn.Module:
     """Shard `model` in place, without compiling it: it runs in eager, one parameter gathered at a time.
 
     `torch.compile(model, backend="fsdp")` compiles it to the graphs that `fsdp_compile` makes. The arguments are those
@@ -133,22 +140,25 @@ def shard(model: nn.Module, mesh: DeviceMesh | None = None, **arguments: Any) ->
     return _shard(model, mesh, options_of("shard", arguments))
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.Module:
+def _shard(model: nn.Module, mesh: Meshes, options: Options) -> nn.Module:
     with phase("sharding", of=type(model).__name__):
         return _sharded(model, mesh, options)
 
 
-def _sharded(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> nn.Module:
+def _sharded(model: nn.Module, mesh: Meshes, options: Options) -> nn.Module:
     check_example_inputs(options.sharding_strategy, options.example_inputs)
+    main, own_meshes = find_meshes(model, mesh)
     reason = None
     if options.is_auto:
-        mesh, options, reason = _choose(model, mesh, options)
-    decision = decide(model, options)
+        if own_meshes:
+            raise ConfigError("sharding_strategy='auto' is for a model on one mesh, and mesh is a map to several")
+        main, options, reason = _choose(model, main, options)
+    decision = decide(model, options, own_meshes)
     parts = sharded_parts(model)
-    decision = _on_ranks(model, parts, mesh, decision)
+    decision = _on_ranks(model, parts, main, decision)
     if (agreement := agreement_of(decision.mesh)) is not None:
         agreement.agree(statement_of_decision(decision))
-    holders = holders_with(parts, decision.mesh, distribution_mesh(decision.parameters))
+    holders = holders_of(decision, parts)
     sharding = shard_parameters(model, decision)
     sharding.reason, sharding.holders = reason, holders
     adopt(model, parts, sharding)
@@ -166,7 +176,7 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
     options, device = decision.options, device_of(decision.parameters)
     is_given = mesh is not None or options.process_group is not None
     if not is_given:
-        mesh = common_mesh(parts) or mesh_beside(distribution_mesh(decision.parameters))
+        mesh = common_mesh(parts) or mesh_beside(decision.inner)
         initialise_from_environment(device)
     device = device_to_shard_on(device, mesh, options.process_group)
     resolved = resolve_mesh(
@@ -180,9 +190,11 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
     if resolved is not None:
         check_dense(model, set(decision.parameters.values()))
     decision.with_shards(num_shards_of(resolved))  # raises for a number that does not divide the ranks
-    check_distributed(decision.parameters, resolved)
-    check_mesh(parts, resolved, distribution_mesh(decision.parameters))
     decision = dataclasses.replace(decision, device=device, mesh=resolved, is_alone=is_given and resolved is None)
+    check_distributed(decision)
+    check_own_meshes(decision)
+    check_mesh(parts, resolved)
+    ranks_of(decision, parts)  # raises for parts that are sharded over other ranks
     schedule, device = decision.schedule, decision.compute_device
     if schedule.hardware is None and (schedule.memory_budget is not None or decision.is_planned_by_default):
         find = hardware_at_hand if decision.is_planned_by_default else _hardware_to_plan_for

@@ -82,6 +82,9 @@ def rewrite_for(
             f"rewrite takes a model that is not sharded, and {next(iter(parts))} is: look at its `graphs`"
         )
     decision = decide(model, options)
+    if decision.own_meshes:
+        named = next(iter(decision.own_meshes))
+        raise ConfigError(f"shard_placement_fn returned a mesh for {named}, and rewrite has no ranks: return a Shard")
     if axes.everyone.size > 1:
         check_dense(model, set(decision.parameters.values()))
     offload_from = torch.device(device) if options.offload.is_on else None

@@ -40,6 +40,20 @@ class Axes:
 
 
 @dataclasses.dataclass(frozen=True)
+class OwnAxes:
+    """Those of parameters on a mesh of their own.
+
+    Attributes:
+        label: of the mesh, in the names of buckets.
+        averages: over how many ranks the mean of their gradients is taken, if not over those that add them up.
+    """
+
+    label: str
+    axes: Axes
+    averages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Slot:
     """The place of one parameter in a shard, in elements.
 
@@ -80,6 +94,7 @@ class Layout:
         compute_device: the device of the forward, if that is not the shard's.
         gradient_dtype: of the parameters' gradients, if that is not the parameters'.
         is_full: whether nothing is cast for now, but for reductions that are cast to `full_reduce_dtype`.
+        averages: over how many ranks the mean of gradients is taken, if not over those that add them up.
     """
 
     bucket: str
@@ -97,11 +112,18 @@ class Layout:
     gradient_dtype: torch.dtype | None = None
     is_full: bool = False
     full_reduce_dtype: torch.dtype | None = None
+    averages: int | None = None
 
     @property
     def casts(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """What gathers and reductions cast to for now; None leaves what they get."""
         return (None, self.full_reduce_dtype) if self.is_full else (self.param_dtype, self.reduce_dtype)
+
+    def reduced_by(self, reduction: GradientReduction, *, sums: bool) -> GradientReduction:
+        """What a reduction means for it, where collectives may sum only."""
+        if reduction.operator != "avg" or not (sums or self.averages):
+            return reduction
+        return GradientReduction.mean_over(self.averages or self.shards.size * self.replicas.size)
 
     @property
     def groups(self) -> list[str]:
@@ -178,6 +200,7 @@ class Placement:
         policy_of_parameter: the precision policy of each parameter, by name; without one it keeps its dtype.
         offload_from: the device of the forward, if the shards are to live on the CPU.
         dim_of_parameter: on which dimension each parameter is sharded, by name; without one on the first.
+        own_of_parameter: of parameters on a mesh of their own, by name, what they have instead of `axes`.
     """
 
     axes: Axes
@@ -185,6 +208,7 @@ class Placement:
     policy_of_parameter: Mapping[str, MixedPrecisionPolicy] = dataclasses.field(default_factory=dict)
     offload_from: torch.device | None = None
     dim_of_parameter: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    own_of_parameter: Mapping[str, OwnAxes] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +221,7 @@ class _Key:
     is_scalar: bool
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    own: OwnAxes | None
 
 
 def lay_out(units: list[Unit], placement: Placement) -> list[Layout]:
@@ -214,9 +239,14 @@ def lay_out(units: list[Unit], placement: Placement) -> list[Layout]:
 
 def _key(name: str, parameter: nn.Parameter, placement: Placement) -> _Key:
     policy = placement.policy_of_parameter.get(name, MixedPrecisionPolicy())
-    is_scalar = parameter.dim() == 0
     return _Key(
-        parameter.dtype, parameter.device, parameter.requires_grad, is_scalar, policy.param_dtype, policy.reduce_dtype
+        parameter.dtype,
+        parameter.device,
+        parameter.requires_grad,
+        parameter.dim() == 0,
+        policy.param_dtype,
+        policy.reduce_dtype,
+        placement.own_of_parameter.get(name),
     )
 
 
@@ -230,6 +260,7 @@ def _suffix(key: _Key, keys: list[_Key]) -> str:
     parts += [] if key.requires_grad else ["frozen"]
     parts += ["replicated"] if key.is_scalar else []
     parts += [str(key.device)] if differs("device") else []
+    parts += [f"on_{key.own.label}"] if key.own is not None else []
     return ".".join(parts)
 
 
@@ -238,7 +269,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _layout(bucket: str, key: _Key, parameters: list[tuple[str, nn.Parameter]], placement: Placement) -> Layout:
-    axes = placement.axes
+    axes = placement.axes if key.own is None else key.own.axes
     shards, replicas = (NO_AXIS, axes.everyone) if key.is_scalar else (axes.shards, axes.replicas)
     dtypes = [dtype for dtype in (key.dtype, key.param_dtype, key.reduce_dtype) if dtype is not None]
     slots = []
@@ -249,7 +280,7 @@ def _layout(bucket: str, key: _Key, parameters: list[tuple[str, nn.Parameter]], 
         slots.append(Slot(name, numel, shape, dim, Distribution.of(parameter)))
         numel += room(slots[-1].rows, shards.size, dtypes)
     is_offloaded = placement.offload_from is not None
-    return Layout(
+    laid_out = Layout(
         bucket,
         tuple(slots),
         numel,
@@ -262,4 +293,6 @@ def _layout(bucket: str, key: _Key, parameters: list[tuple[str, nn.Parameter]], 
         key.param_dtype,
         key.reduce_dtype,
         placement.offload_from if placement.offload_from != torch.device("cpu") else None,
+        averages=None if key.own is None else key.own.averages,
     )
+    return dataclasses.replace(laid_out, reduction=laid_out.reduced_by(placement.reduction, sums=False))

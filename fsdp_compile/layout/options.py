@@ -27,6 +27,11 @@ class GradientReduction:
         return cls.divided_by(gradient_reduction, "gradient_reduction is 'mean', 'sum', or")
 
     @classmethod
+    def mean_over(cls, num_ranks: int) -> GradientReduction:
+        """The mean over so many ranks, by a sum and a division."""
+        return cls("sum", num_ranks)
+
+    @classmethod
     def divided_by(cls, factor: object, refusal: str = "factor is") -> GradientReduction:
         """The sum, divided by a number; what is none is refused in words that begin with `refusal`."""
         if isinstance(factor, (int, float)) and not isinstance(factor, bool):

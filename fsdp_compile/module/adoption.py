@@ -14,12 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
 from ..layout.buckets import Layout
+from ..layout.distribution import distribution_mesh
 from ..passes import ops
 from ..passes.plan import PrefetchList
 from ..runtime.flat_shard import FlatShard
 from ..runtime.groups import num_shards_of
-from ..runtime.holders import Holders, holders_of, ranks_of_holders
+from ..runtime.holders import Holders, holders_over, ranks_of_holders
 from ..runtime.optimizers import replacement_of
+from .decision import Decision
 from .reading import install_reads
 from .sharded_module import become_part
 from .sharding import Sharding, is_sharded, sharding_of
@@ -66,14 +68,11 @@ def common_mesh(parts: Mapping[str, nn.Module]) -> DeviceMesh | None:
     return largest
 
 
-def check_mesh(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None, inner: DeviceMesh | None) -> None:
+def check_mesh(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None) -> None:
     """Raise ConfigError for a part that cannot be of one model with what is sharded over `mesh`.
 
     A part may be sharded over some of the model's ranks, as experts are, or be each rank's own, if that was said when
     it was sharded.
-
-    Args:
-        inner: what the parameters of the model were distributed over before.
     """
     for name, part in parts.items():
         sharding = sharding_of(part)
@@ -96,16 +95,22 @@ def check_mesh(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None, inner: D
                 f"mesh of its own cannot stay with {next(iter(sharding.parts))} ranks after the forward; give "
                 "reshard_after_forward a bool"
             )
-    ranks_of_holders(mesh, inner, {name: found.ranks for name, part in parts.items() if (found := _holders(part))})
 
 
-def _holders(part: nn.Module) -> Holders | None:
-    return sharding_of(part).holders
+def ranks_of(decision: Decision, parts: Mapping[str, nn.Module]) -> tuple[int, ...]:
+    """The ranks that hold the parts of a model, on these ranks; ConfigError if they are no model together."""
+    held = {name: found.ranks for name, part in parts.items() if (found := sharding_of(part).holders) is not None}
+    [(mesh, parameters), *others] = decision.by_mesh()
+    for own_mesh, own in others:
+        held[next(iter(own))] = ranks_of_holders(own_mesh, distribution_mesh(own), {})
+    return ranks_of_holders(mesh, distribution_mesh(parameters), held)
 
 
-def holders_with(parts: Mapping[str, nn.Module], mesh: DeviceMesh | None, inner: DeviceMesh | None) -> Holders | None:
-    """The ranks that hold a model with these parts; all of them call this at the same time."""
-    return holders_of(mesh, inner, [found for part in parts.values() if (found := _holders(part)) is not None])
+def holders_of(decision: Decision, parts: Mapping[str, nn.Module]) -> Holders | None:
+    """The ranks that hold the parts of a model; all of them call this at the same time."""
+    of_parts = (found.mesh for part in parts.values() if (found := sharding_of(part).holders) is not None)
+    mesh = decision.mesh or decision.inner or next(of_parts, None)
+    return holders_over(ranks_of(decision, parts), mesh)
 
 
 def check_not_ignored(model: nn.Module, parts: Mapping[str, nn.Module], ignored: Collection[nn.Parameter]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.nn as nn
@@ -10,8 +11,9 @@ import torch.nn as nn
 from ..errors import ConfigError
 from ..layout.buckets import check_parameters
 from ..layout.distribution import distribution_mesh
-from ..layout.placements import find_dims
+from ..layout.placements import find_placements
 from ..layout.precision import find_precision
+from ..layout.unit_meshes import OwnMesh
 from ..layout.units import Unit, find_units
 from ..options import Options
 from ..runtime.wrappers import refuse_wrapped
@@ -20,15 +22,32 @@ from .decision import Decision, check_modules
 from .newcomers import newcomers, refuse
 from .sharding import sharding_of
 
+NOWHERE: Mapping[str, OwnMesh] = MappingProxyType({})
 
-def decide(model: nn.Module, options: Options) -> Decision:
-    """How a model is to be sharded, on any ranks; ConfigError if it cannot be, or not by these options."""
+
+def decide(model: nn.Module, options: Options, own_meshes: Mapping[str, OwnMesh] = NOWHERE) -> Decision:
+    """How a model is to be sharded, on any ranks; ConfigError if it cannot be, or not by these options.
+
+    Args:
+        own_meshes: of parameters, by name, that are not on the model's mesh.
+    """
     parameters = check_model(model, options.ignored)
     units = find_units(model, options.auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
     options.schedule.check_globs([unit.name for unit in units])
     precision = find_precision(model, options.mp_policy, _modules_of(units, model))
-    dims = find_dims(parameters, options.shard_placement_fn)
-    return Decision(options, parameters, units, precision, options.schedule, dim_of_parameter=dims)
+    dims, placed = find_placements(parameters, options.shard_placement_fn)
+    decision = Decision(
+        options,
+        parameters,
+        units,
+        precision,
+        options.schedule,
+        dim_of_parameter=dims,
+        own_meshes={name: own for name, own in {**own_meshes, **placed}.items() if name in parameters},
+    )
+    for _, together in decision.by_mesh():
+        distribution_mesh(together)  # raises for parameters that are distributed as none can be
+    return decision
 
 
 def check_model(model: object, ignored: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -48,7 +67,6 @@ def check_model(model: object, ignored: Sequence[nn.Parameter]) -> dict[str, nn.
     left_out = {*ignored, *adopted_parameters(model, parts)}
     parameters = {name: value for name, value in model.named_parameters() if value not in left_out}
     refuse_wrapped(model, set(parameters.values()))
-    distribution_mesh(parameters)  # raises for parameters that are distributed as none can be
     check_parameters(parameters)
     check_modules(model, set(parameters.values()))
     return parameters

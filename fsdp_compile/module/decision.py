@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..layout.distribution import distribution_mesh
 from ..layout.precision import Precision
+from ..layout.unit_meshes import OwnMesh
 from ..layout.units import Unit
 from ..options import Options
 from ..planning.options import Reshard, ScheduleConfig
 from ..runtime.comparison import Line
-from ..runtime.groups import device_of, mesh_of_both
+from ..runtime.groups import device_of, mesh_of_both, num_shards_of, resolve_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Decision:
         mesh: of the ranks, once it is known; None for a single one.
         is_alone: whether the user has named a mesh, or a process group, of this rank alone.
         dim_of_parameter: on which dimension each parameter is sharded, by name; without one on the first.
+        own_meshes: of the parameters that are not on that mesh, by name.
     """
 
     options: Options
@@ -43,6 +46,23 @@ class Decision:
     mesh: DeviceMesh | None = None
     is_alone: bool = False
     dim_of_parameter: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    own_meshes: Mapping[str, OwnMesh] = dataclasses.field(default_factory=dict)
+
+    def by_mesh(self) -> Iterator[tuple[DeviceMesh | None, dict[str, nn.Parameter]]]:
+        """The parameters on the model's mesh, and then those on each of the others, with that."""
+        yield self.mesh, {name: value for name, value in self.parameters.items() if name not in self.own_meshes}
+        for mesh in dict.fromkeys(own.mesh for own in self.own_meshes.values()):
+            yield mesh, {name: self.parameters[name] for name, own in self.own_meshes.items() if own.mesh == mesh}
+
+    @property
+    def inner(self) -> DeviceMesh | None:
+        """What the parameters on the model's mesh were distributed over before."""
+        return distribution_mesh(next(self.by_mesh())[1])
+
+    def mesh_of(self, name: str) -> DeviceMesh | None:
+        """Of a parameter."""
+        own = self.own_meshes.get(name)
+        return self.mesh if own is None else own.mesh
 
     def with_shards(self, num_shards: int) -> dict[str, Reshard]:
         """Whether each unit reshards after the forward, sharded over so many ranks; as `ScheduleConfig` has it."""
@@ -55,8 +75,7 @@ class Decision:
         It would not among a part of the ranks, where a pipeline has several forwards under way, each of which holds
         what a plan keeps. Ranks that split the model by tensor parallelism are no such part.
         """
-        inner = distribution_mesh(self.parameters)
-        num_splits = 1 if inner is None else inner.size()
+        num_splits = 1 if self.inner is None else self.inner.size()
         has_all_ranks = self.mesh is not None and self.mesh.size() * num_splits == dist.get_world_size()
         return self.schedule.is_at_hand and has_all_ranks
 
@@ -76,15 +95,37 @@ def compute_device(device: torch.device, mesh: DeviceMesh | None) -> torch.devic
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
-def check_distributed(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh | None) -> None:
-    """Raise ConfigError if parameters that are distributed already cannot be sharded over the ranks of `mesh`, too."""
-    inner = distribution_mesh(parameters)
-    if inner is not None and mesh is not None:
+def check_distributed(decision: Decision) -> None:
+    """Raise ConfigError if parameters that are distributed already cannot be sharded over the ranks of a mesh, too."""
+    for mesh, parameters in decision.by_mesh():
+        inner = distribution_mesh(parameters)
+        if inner is None or mesh is None:
+            continue
         name = next(name for name, parameter in parameters.items() if isinstance(parameter, DTensor))
         try:
             mesh_of_both(mesh, inner)
         except ConfigError as e:
             raise ConfigError(f"{name} is a DTensor already: {e}") from e
+
+
+def check_own_meshes(decision: Decision) -> None:
+    """Raise ConfigError if a parameter cannot be on a mesh of its own, on these ranks."""
+    for name, own in decision.own_meshes.items():
+        is_offloaded, device = decision.options.offload.is_on, decision.device or device_of(decision.parameters)
+        try:
+            resolve_mesh(own.mesh, None, device, ShardingStrategy.FULL_SHARD, is_offloaded=is_offloaded)
+        except ConfigError as e:
+            raise ConfigError(f"{name}: {e}") from e
+        if decision.mesh is None and own.mesh.size() > 1:
+            raise ConfigError(f"{name} is to be sharded on {own.mesh}, and the model on a single rank")
+    reshard = decision.with_shards(num_shards_of(decision.mesh))
+    for unit in decision.units:
+        named = [name for name, _ in unit.parameters if name in decision.own_meshes]
+        if named and not isinstance(value := reshard.get(unit.name, True), bool):
+            raise ConfigError(
+                f"reshard_after_forward: the unit {unit.name} cannot stay with {value} ranks, because {named[0]} is on "
+                f"{decision.own_meshes[named[0]].mesh}: give it a bool"
+            )
 
 
 def check_modules(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
@@ -149,5 +190,7 @@ def statement_of_decision(decision: Decision) -> list[Line]:
             dim = decision.dim_of_parameter.get(name, 0)
             parts += [f"sharded on dimension {dim}"] if dim else []
             parts += [f"distributed as {parameter.placements}"] if isinstance(parameter, DTensor) else []
+            own = decision.own_meshes.get(name)
+            parts += [] if own is None else [f"on a mesh of {tuple(own.mesh.shape)} ranks, {own.label}"]
             lines.append(Line(f"parameter {name} of the unit {unit.name}: {', '.join(parts)}"))
     return lines

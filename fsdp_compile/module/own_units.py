@@ -118,9 +118,7 @@ class OwnUnits:
             divisor.value = reduction.divisor
         for shard in self.shards:
             layout = shard.layout
-            num_ranks = layout.shards.size * layout.replicas.size
-            effective = GradientReduction("sum", num_ranks) if sums and reduction.operator == "avg" else reduction
-            shard.change_layout(dataclasses.replace(layout, reduction=effective))
+            shard.change_layout(dataclasses.replace(layout, reduction=layout.reduced_by(reduction, sums=sums)))
 
     def reshard(self) -> None:
         """Sharded parameters take the places of full ones; what was written to those is lost.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from ..layout.buckets import Layout, Placement, lay_out
+from ..layout.buckets import Layout, OwnAxes, Placement, lay_out
 from ..layout.distribution import distribution_mesh, local_part
 from ..layout.options import OffloadConfig
 from ..layout.precision import install_casts
@@ -120,7 +120,8 @@ def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, 
         tensors = [values.of(original, *owner) for original, owner in zip(originals, first_owners, strict=True)]
         layout = dataclasses.replace(layout, device=_device_of_shard(tensors[0].device, decision))
         is_pinned = decision.options.offload.pin_memory and torch.cuda.is_available() and layout.device.type == "cpu"
-        shard = FlatShard.create(layout, tensors, first_owners, mesh, pin_memory=is_pinned)
+        held_on = decision.mesh_of(layout.slots[0].parameter) or mesh
+        shard = FlatShard.create(layout, tensors, first_owners, held_on, pin_memory=is_pinned)
         sharding.shards.append(shard)
         for index, (slot, original) in enumerate(zip(layout.slots, originals, strict=True)):
             read = Read.of(shard, layout, slot, is_frozen=not layout.requires_grad)
@@ -145,12 +146,21 @@ def _device_of_shard(device: torch.device, decision: Decision) -> torch.device:
 
 def _layouts(decision: Decision, mesh: DeviceMesh) -> list[Layout]:
     has_scalars = any(parameter.dim() == 0 for parameter in decision.parameters.values())
+    own_axes = {
+        own: OwnAxes(
+            own.label,
+            axes_of(own.mesh, decision.options.strategy, has_scalars=has_scalars),
+            mesh.size() if own.has_mean_of_model else None,
+        )
+        for own in dict.fromkeys(decision.own_meshes.values())
+    }
     placement = Placement(
         axes_of(mesh, decision.options.strategy, has_scalars=has_scalars),
         decision.options.reduction,
         decision.precision.policy_of_parameter,
         decision.compute_device if decision.options.offload.is_on else None,
         decision.dim_of_parameter,
+        {name: own_axes[own] for name, own in decision.own_meshes.items()},
     )
     return lay_out(decision.units, placement)
 
@@ -159,8 +169,13 @@ class _Values:
     """The full values of parameters, one after another: given memory where they have none, and synchronised."""
 
     def __init__(self, decision: Decision, mesh: DeviceMesh) -> None:
-        self.decision, self.mesh = decision, mesh
-        self.inner = distribution_mesh(decision.parameters)
+        self.decision = decision
+        self.on_mesh = mesh, decision.inner
+        self.on_own_mesh = {
+            parameter: (own_mesh or mesh, distribution_mesh(together))
+            for own_mesh, together in decision.by_mesh()
+            for parameter in together.values()
+        }
         self.made: dict[tuple[nn.Module, str], torch.Tensor] = {}
 
     def of(self, original: nn.Parameter, module: nn.Module, name: str) -> torch.Tensor:
@@ -178,26 +193,33 @@ class _Values:
                     self.broadcast(module._buffers.values())
             value = self.made.pop((module, name))
         if self.decision.options.sync_module_states:
-            self.broadcast([value])
+            self.broadcast([value], self.on_own_mesh[original])
         return value
 
-    def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """The values of the mesh's first rank, to all; of what is distributed, from the first with the same part."""
+    def broadcast(
+        self, tensors: Iterable[torch.Tensor | None], on: tuple[DeviceMesh, DeviceMesh | None] | None = None
+    ) -> None:
+        """The values of the mesh's first rank, to all; of what is distributed, from the first with the same part.
+
+        Args:
+            on: a mesh, and what parameters on it were distributed over before; without it, the model's.
+        """
         for tensor in tensors:
             if tensor is not None and not tensor.is_meta:
                 held = local_part(tensor)
                 data = held.to(self.decision.compute_device if held.device.type == "cpu" else held.device).contiguous()
-                for group in self._groups_with_same(tensor):
+                for group in _groups_with_same(tensor, *(on or self.on_mesh)):
                     dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
                 held.copy_(data)
 
-    def _groups_with_same(self, tensor: torch.Tensor) -> list[dist.ProcessGroup]:
-        """This rank's groups whose ranks hold the same part: along the first row of a mesh, then from row to row."""
-        groups = [self.mesh.get_group(dim) for dim in reversed(range(self.mesh.ndim))]
-        for dim in reversed(range(self.inner.ndim if self.inner is not None else 0)):
-            if not isinstance(tensor, DTensor) or tensor.placements[dim].is_replicate():
-                groups.append(self.inner.get_group(dim))  # type: ignore[union-attr]
-        return groups
+
+def _groups_with_same(tensor: torch.Tensor, mesh: DeviceMesh, inner: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """This rank's groups whose ranks hold the same part: along the first row of a mesh, then from row to row."""
+    groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
+    for dim in reversed(range(0 if inner is None else inner.ndim)):
+        if not isinstance(tensor, DTensor) or tensor.placements[dim].is_replicate():
+            groups.append(inner.get_group(dim))  # type: ignore[union-attr]
+    return groups
 
 
 def _materialise(module: nn.Module, param_init_fn: Callable[[nn.Module], Any]) -> None:

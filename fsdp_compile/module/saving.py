@@ -22,7 +22,7 @@ from ..errors import ConfigError
 from ..layout.buckets import NO_AXIS, Axis, Layout
 from ..runtime.flat_shard import FlatShard
 from ..runtime.groups import axes_of, mesh_over, part_of
-from ..runtime.holders import holders_of
+from ..runtime.holders import holders_over, ranks_of_holders
 from ..runtime.reads import Read
 from .own_units import OwnUnits
 from .reading import install_reads, local_reads, original_class
@@ -183,7 +183,8 @@ def load(saved: Saved, flats: list[torch.Tensor], tensors: list[torch.Tensor]) -
         shards = [shard.around(flat, mesh) for shard, flat in zip(saved.shards, flats, strict=True)]
         parts = {size: part_of(mesh, size) for size in saved.part_sizes}
     model, state, local_reads, owns, *taken_out = _Unpickler(io.BytesIO(saved.modules), mesh, shards, tensors).load()
-    sharding = Sharding(mesh=mesh, holders=holders_of(mesh, None, []), shards=shards, parts=parts, **state)
+    holders = holders_over(ranks_of_holders(mesh, None, {}), mesh)
+    sharding = Sharding(mesh=mesh, holders=holders, shards=shards, parts=parts, **state)
     install_reads(model, dict(local_reads) | _reads([model, *taken_out], shards), sharding.running)
     vars(model)["_fsdp_sharding"] = sharding
     note_sharding(model, sharding)

@@ -280,7 +280,7 @@ def _whole_mesh(mesh: DeviceMesh) -> Axis:
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> Axis:
-    return Axis(mesh.size(dim), _name(mesh.get_group(dim), mesh))
+    return NO_AXIS if mesh.size(dim) == 1 else Axis(mesh.size(dim), _name(mesh.get_group(dim), mesh))
 
 
 def _name(group: dist.ProcessGroup, mesh: DeviceMesh) -> str:

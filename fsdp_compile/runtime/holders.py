@@ -7,7 +7,7 @@ on a mesh of their own are sharded over: a norm is that of all of them together.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -86,24 +86,21 @@ class PartIn:
     differs: bool
 
 
-def holders_of(mesh: DeviceMesh | None, inner: DeviceMesh | None, of_parts: Sequence[Holders]) -> Holders | None:
-    """Those of a model; None if a rank holds all of it. All of them call this at the same time.
+def holders_over(ranks: Ranks, mesh: DeviceMesh | None) -> Holders | None:
+    """These ranks, some of which agree on what they run, if there are several; all of them call this together."""
+    return None if mesh is None or len(ranks) == 1 else Holders(ranks, group_over(ranks, mesh), mesh)
+
+
+def ranks_of_holders(mesh: DeviceMesh | None, inner: DeviceMesh | None, of_parts: Mapping[str, Ranks]) -> Ranks:
+    """The ranks that hold the parts of a model, this one among them.
 
     Args:
         mesh: that the model is sharded over.
         inner: that its parameters were distributed over before.
-        of_parts: those of modules in it that were sharded before.
-    """
-    ranks = ranks_of_holders(mesh, inner, {str(index): each.ranks for index, each in enumerate(of_parts)})
-    among = mesh or inner or next((each.mesh for each in of_parts), None)
-    return None if among is None or len(ranks) == 1 else Holders(ranks, group_over(ranks, among), among)
-
-
-def ranks_of_holders(mesh: DeviceMesh | None, inner: DeviceMesh | None, of_parts: Mapping[str, Ranks]) -> Ranks:
-    """As `holders_of`, of modules by name.
+        of_parts: by name, those of modules in it that were sharded before, and of parameters on other meshes.
 
     Raises:
-        ConfigError: a module is sharded over ranks that are no part of the model's.
+        ConfigError: what has one of these names is sharded over ranks that are not the model's.
     """
     axes = [(over, axis) for over, axis in axes_with_parts(mesh, inner)]
     if not axes:

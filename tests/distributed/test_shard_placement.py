@@ -293,9 +293,9 @@ def test_a_model_converted_or_assigned_to_keeps_its_placements(world_size):
 
 
 class Elsewhere:
-    """As torch's private ShardPlacementResult."""
+    """As torch's private ShardPlacementResult, but for its mesh."""
 
-    mesh_info = None
+    placement, mesh_info = None, "everywhere"
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ class Elsewhere:
         (lambda parameter: Shard(-2) if parameter.dim() else None, r"first\.bias, whose shape is \(8,\): its dim"),
         (lambda parameter: Replicate(), r"returned Replicate\(\) for .*: it returns a Shard\(dim\)"),
         (lambda parameter: 1, r"returned 1 for .*: it returns a Shard\(dim\)"),
-        (lambda parameter: Elsewhere(), "a mesh for a single parameter is not supported"),
+        (lambda parameter: Elsewhere(), r"mesh_info 'everywhere' for experts: that is an FSDPMeshInfo or HSDP"),
         (lambda: None, r"shard_placement_fn: .* is called as \(parameter\)"),
         (Shard(0), "shard_placement_fn is a function that takes a parameter"),
         (nn.Linear(2, 2), "shard_placement_fn is a function that takes a parameter"),

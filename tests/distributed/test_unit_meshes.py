@@ -1,6 +1,7 @@
 """Units on a mesh of their own: experts that are split over some of the ranks, and sharded over the others."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_compile import ConfigError, NonFiniteError, fsdp_compile
 from fsdp_compile.compat import fully_shard
@@ -119,6 +122,30 @@ def sharded_as_by_torch(*, as_dtensors=True, backend="aot_eager"):
     return fully_shard(model, mesh=dense, backend=backend)
 
 
+def sharded_by_a_map(*, as_dtensors=True, backend="aot_eager", **options):
+    dense, efsdp, ep = meshes()
+    model = Mixture()
+    for layer in model.layers:
+        layer.experts.split(ep, as_dtensors=as_dtensors)
+    return fsdp_compile(model, {"": dense, "*.experts": efsdp}, backend=backend, **options)
+
+
+def sharded_by_placements(*, as_dtensors=True, backend="aot_eager"):
+    """By torch's ShardPlacementResult, whose meshes have means of their own."""
+    dense, efsdp, ep = meshes()
+    model = Mixture()
+    for layer in model.layers:
+        layer.experts.split(ep, as_dtensors=as_dtensors)
+    experts = {parameter for layer in model.layers for parameter in layer.experts.parameters()}
+
+    def place(parameter):
+        return ShardPlacementResult(None, FSDPMeshInfo(efsdp, 0)) if parameter in experts else None
+
+    fully_shard(model, mesh=dense, shard_placement_fn=place, backend=backend)
+    model.set_gradient_divide_factor(dense.size())
+    return model
+
+
 def batch(step):
     torch.manual_seed(100 * step + dist.get_rank())
     return torch.randn(TOKENS, 3)
@@ -164,9 +191,109 @@ def assert_trains_as_the_whole_model(model):
         torch.testing.assert_close(whole_experts(name, parameter.full_tensor()), value, **CLOSE, msg=name)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("make", [sharded, sharded_as_by_torch])
+@pytest.mark.parametrize("make", [sharded, sharded_as_by_torch, sharded_by_a_map, sharded_by_placements])
 @pytest.mark.parametrize("as_dtensors", [True, False], ids=["dtensors", "plain"])
 @on_ranks(4)
-def test_experts_on_a_mesh_of_their_own_train_as_the_whole_model(world_size, as_dtensors, make, backend):
-    assert_trains_as_the_whole_model(make(as_dtensors=as_dtensors, backend=backend))
+def test_experts_on_a_mesh_of_their_own_train_as_the_whole_model(world_size, as_dtensors, make):
+    assert_trains_as_the_whole_model(make(as_dtensors=as_dtensors))
+
+
+@pytest.mark.parametrize(("make", "as_dtensors"), [(sharded_as_by_torch, True), (sharded_by_a_map, False)])
+@on_ranks(4)
+def test_compiled_by_inductor(world_size, make, as_dtensors):
+    assert_trains_as_the_whole_model(make(as_dtensors=as_dtensors, backend="inductor"))
+
+
+@pytest.mark.parametrize("make", [sharded, sharded_by_a_map])
+@on_ranks(4)
+def test_planned_by_default(world_size, make):
+    with planning_by_default() as (_, searched):
+        model = make(fullgraph=True)
+        assert_trains_as_the_whole_model(model)
+    assert searched.call_count == (dist.get_rank() == 0)
+    assert "of the model itself" in str(model.explain())
+
+
+@on_ranks(4)
+def test_one_all_reduce_clips_over_both_meshes(world_size):
+    model = sharded_by_a_map()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        model(batch(0)).square().mean().backward()
+    with CommDebugMode() as debug:
+        model.clip_grad_norm_(0.1)
+    assert debug.get_total_counts() == 1
+
+
+@on_ranks(4)
+def test_checkpoints_move_between_meshes(world_size):
+    """From experts on a mesh of their own to a whole model, and to all on one mesh."""
+    whole, model = Mixture(), sharded_by_a_map()
+    options = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(state, dict(whole.state_dict()), rtol=0, atol=0)
+    other = {name: value + 1 for name, value in whole.state_dict().items()}
+    one_mesh = fsdp_compile(Mixture(), backend="aot_eager")
+    for each in (model, one_mesh):
+        set_model_state_dict(each, dict(other), options=options)
+        for name, parameter in each.named_parameters():
+            torch.testing.assert_close(parameter.full_tensor(), other[name], rtol=0, atol=0, msg=name)
+
+
+@on_ranks(4)
+def test_copies_and_accumulated_gradients(world_size):
+    model = sharded_by_a_map()
+    copied = copy.deepcopy(model)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for step in range(2):
+            (model(batch(step)).square().mean() / 2).backward()
+        with copied.no_sync():
+            (copied(batch(0)).square().mean() / 2).backward()
+        (copied(batch(1)).square().mean() / 2).backward()
+    for one, other in zip(model.parameters(), copied.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor(), **CLOSE)
+    with pytest.raises(ConfigError, match="besides the mesh that it is sharded over cannot be pickled"):
+        torch.save(model, io.BytesIO())
+
+
+@on_ranks(4)
+def test_a_gradient_of_an_expert_that_is_not_finite_is_told_on_every_rank(world_size):
+    model = sharded_by_a_map(check_gradients=True)
+    with torch.no_grad():
+        if dist.get_rank() % 2:  # half of the experts
+            model.layers[0].experts.up.to_local().fill_(float("inf"))
+    with (
+        torch._dynamo.config.patch(capture_scalar_outputs=True),
+        pytest.raises(NonFiniteError, match="layers.0.experts.up"),
+    ):
+        model(batch(0)).square().mean().backward()
+
+
+@on_ranks(4)
+def test_experts_of_which_every_rank_has_one(world_size):
+    """There is nothing left to shard them over: they are every rank's own."""
+    both = init_device_mesh(DEVICE.type, (1, 4), mesh_dim_names=("efsdp", "ep"))
+    model = Mixture()
+    for layer in model.layers:
+        layer.experts.split(both["ep"], as_dtensors=True)
+    dense = init_device_mesh(DEVICE.type, (4,), mesh_dim_names=("dp",))
+    model = fsdp_compile(model, {"": dense, "*.experts": both["efsdp"]}, backend="aot_eager")
+    assert_trains_as_the_whole_model(model)
+
+
+@on_ranks(4)
+def test_what_cannot_be_is_refused_and_nothing_changed(world_size):
+    dense, efsdp, ep = meshes()
+    model = Mixture()
+    before = dict(model.named_parameters())
+    with pytest.raises(ConfigError, match="no module of the model matches 'expert'"):
+        fsdp_compile(model, {"": dense, "expert": efsdp})
+    with pytest.raises(ConfigError, match="a map goes from globs over module names to DeviceMeshes"):
+        fsdp_compile(model, {"": dense, "*.experts": 2})
+    with pytest.raises(ConfigError, match=r"layers.0.experts.up is sharded over the ranks \[\d, \d\], and the model"):
+        fsdp_compile(model, {"": ep, "*.experts": efsdp})
+    with pytest.raises(ConfigError, match=r"the unit layers.0.experts cannot stay with 2 ranks, because layers.0.exp"):
+        fsdp_compile(model, {"": dense, "*.experts": efsdp}, auto_wrap_policy=["*.experts"], reshard_after_forward=2)
+    with pytest.raises(ConfigError, match="'auto' is for a model on one mesh"):
+        fsdp_compile(model, {"": dense, "*.experts": efsdp}, sharding_strategy="auto", example_inputs=torch.ones(2, 3))
+    assert all(one is other for one, other in zip(model.parameters(), before.values(), strict=True))
