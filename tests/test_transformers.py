@@ -26,7 +26,12 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from fsdp_compile import fsdp_compile, rewrite
@@ -78,7 +83,25 @@ def gpt2() -> PreTrainedModel:
     return GPT2LMHeadModel(config)
 
 
-BUILDERS = {"llama": llama, "llama_tied": functools.partial(llama, tie_word_embeddings=True), "gpt2": gpt2}
+def mixture(kind: type[PreTrainedModel], config: type[PreTrainedConfig], **options: object) -> PreTrainedModel:
+    """Experts that a router picks for each token, some of which may get none."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    return kind(config(**sizes, **heads, initializer_range=0.2, **options))
+
+
+mixtral = functools.partial(mixture, MixtralForCausalLM, MixtralConfig, intermediate_size=48, num_local_experts=4)
+qwen3_moe = functools.partial(
+    mixture, Qwen3MoeForCausalLM, Qwen3MoeConfig, head_dim=8, moe_intermediate_size=24, num_experts=4
+)
+
+BUILDERS = {
+    "llama": llama,
+    "llama_tied": functools.partial(llama, tie_word_embeddings=True),
+    "gpt2": gpt2,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+}
 
 
 def build(name: str) -> PreTrainedModel:
@@ -221,6 +244,15 @@ reduce_scatter transformer.h.1
 reduce_scatter transformer.h.0
 reduce_scatter transformer.wte+transformer.wpe""",
     )
+
+
+@pytest.mark.parametrize(("name", "backend"), [("mixtral", "aot_eager"), ("qwen3_moe", "inductor")])
+@on_ranks(4)
+def test_mixtures_of_experts_train_as_the_unsharded_model(world_size, name, backend):
+    expected, model = build(name), fsdp_compile(build(name), backend=backend, fullgraph=True)
+    losses = mean_over_ranks(train(model, [dist.get_rank()]))
+    assert_close(losses, train(expected, range(world_size)))
+    assert_same_tensors(full_parameters(model), full_parameters(expected))
 
 
 @on_ranks(2)
