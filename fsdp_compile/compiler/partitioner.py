@@ -1,6 +1,6 @@
 """What Inductor calls to partition a joint graph: the pipeline runs there, or what was kept of it is taken.
 
-Private torch API, as of torch 2.11 to 2.15: `custom_partitioner_fn`.
+Private torch API, as of torch 2.11 to 2.15: `custom_partitioner_fn`, and what stands for objects in graphs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._library.fake_class_registry import FakeScriptObject
 
 from ..dependence import Paths
 from ..graphs import RewrittenGraphs
@@ -104,6 +105,7 @@ class Partitioner(CustomPartitionerFn):
     def _rewritten(
         self, gm: torch.fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        return_what_is_given(gm.graph, num_fwd_outputs)
         pipeline = self.how.pipeline(None)
         if self.paths is not None:
             self.results.dependence = self.paths.dependence()
@@ -147,6 +149,27 @@ class Partitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.uuid(),)  # the key of that cache also pickles us, as a part of Inductor's configuration
+
+
+def return_what_is_given(joint: torch.fx.Graph, num_fwd_outputs: int) -> None:
+    """Have the forward return its own input where AOTAutograd has it return an equal object, which the backward gets.
+
+    Those are the meshes of DTensors. Torch (2.13) tells them apart by identity, and caches of DTensor's operators hold
+    the mesh of an earlier model, which is equal to that of the inputs.
+    """
+    output = joint.output_node()
+    results = analysis.outputs(joint)
+    values = {node: node.meta.get("val") for node in analysis.inputs(joint)}
+    objects = {node: value.real_obj for node, value in values.items() if isinstance(value, FakeScriptObject)}
+    given = {node: value for node, value in objects.items() if not _is_tangent(node)}
+    for index, result in enumerate(results[:num_fwd_outputs]):
+        if result in objects and _is_tangent(result):
+            results[index] = next((node for node, value in given.items() if value == objects[result]), result)
+    output.args = (results,)
+
+
+def _is_tangent(node: torch.fx.Node) -> bool:
+    return "tangents" in str(node.target)
 
 
 def _input_names(gm: torch.fx.GraphModule) -> list[str]:

@@ -192,23 +192,26 @@ def assert_trains_as_the_whole_model(model):
 
 
 @pytest.mark.parametrize("make", [sharded, sharded_as_by_torch, sharded_by_a_map, sharded_by_placements])
-@pytest.mark.parametrize("as_dtensors", [True, False], ids=["dtensors", "plain"])
 @on_ranks(4)
-def test_experts_on_a_mesh_of_their_own_train_as_the_whole_model(world_size, as_dtensors, make):
-    assert_trains_as_the_whole_model(make(as_dtensors=as_dtensors))
+def test_experts_on_a_mesh_of_their_own_train_as_the_whole_model(world_size, make):
+    assert_trains_as_the_whole_model(make())
 
 
-@pytest.mark.parametrize(("make", "as_dtensors"), [(sharded_as_by_torch, True), (sharded_by_a_map, False)])
 @on_ranks(4)
-def test_compiled_by_inductor(world_size, make, as_dtensors):
-    assert_trains_as_the_whole_model(make(as_dtensors=as_dtensors, backend="inductor"))
+def test_experts_that_are_plain_tensors(world_size):
+    """Nothing says that they are others on every rank but the mesh that they are sharded over."""
+    assert_trains_as_the_whole_model(sharded_as_by_torch(as_dtensors=False))
 
 
-@pytest.mark.parametrize("make", [sharded, sharded_by_a_map])
 @on_ranks(4)
-def test_planned_by_default(world_size, make):
+def test_compiled_by_inductor(world_size):
+    assert_trains_as_the_whole_model(sharded_by_a_map(as_dtensors=False, backend="inductor"))
+
+
+@on_ranks(4)
+def test_planned_by_default(world_size):
     with planning_by_default() as (_, searched):
-        model = make(fullgraph=True)
+        model = sharded_by_a_map(fullgraph=True)
         assert_trains_as_the_whole_model(model)
     assert searched.call_count == (dist.get_rank() == 0)
     assert "of the model itself" in str(model.explain())
