@@ -273,7 +273,8 @@ _SMALL = 1 << 22  # FLOPs of a matmul below which what oneDNN takes to begin out
 def onednn_is_faster() -> bool:
     """Whether f32 matmuls of this machine are to be oneDNN's: MKL uses AVX-512 on the processors of Intel only.
 
-    Measured on one core of an AMD EPYC (Zen 5): 90 to 98 GFLOP/s with MKL, 150 to 219 with oneDNN.
+    Measured on one core of an AMD EPYC: 90 to 98 GFLOP/s with MKL and 150 to 219 with oneDNN (Zen 5); 64 to 95 and 87
+    to 105 (family 25), but for small matrices.
     """
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
