@@ -328,7 +328,7 @@ def test_unsupported_arguments_raise_and_change_nothing(world_size, options, wor
 def test_parts_over_other_ranks_and_a_model_sharded_twice_are_refused(world_size):
     model = build("gpt")
     fully_shard(model.blocks[0])
-    alone = init_device_mesh(DEVICE.type, (1, 2), mesh_dim_names=("replicate", "shard"))
+    alone = init_device_mesh(DEVICE.type, (2, 1), mesh_dim_names=("replicate", "shard"))["shard"]
     with pytest.raises(ConfigError, match=r"blocks\.0 is sharded over the ranks"):
         fsdp_compile(model, alone)
     with pytest.raises(ConfigError, match=r"rewrite takes a model that is not sharded, and blocks\.0 is"):
