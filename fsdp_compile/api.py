@@ -81,6 +81,7 @@ def fsdp_compile(model: nn.Module, mesh: Meshes = None, **arguments: Any) -> nn.
             backward; a map from globs over unit names to bools and numbers decides for the units it matches.
         shard_placement_fn: called with every parameter, before it is sharded; returns the Shard(dim) that it gets, of
             any dimension, divisible by the ranks or not, or None for Shard(0). Negative ones count from the end.
+            Torch's ShardPlacementResult gives it a mesh of its own, over whose ranks a mean of its gradients is.
         mp_policy: torch's MixedPrecisionPolicy, or a map to such policies from module classes and globs over module
             names; see `fsdp_compile.layout.precision.find_precision`. Shards are cast before they are gathered;
             parameters, their gradients and the optimizer's states keep their dtype.
@@ -194,7 +195,7 @@ def _on_ranks(model: nn.Module, parts: dict[str, nn.Module], mesh: DeviceMesh | 
     check_distributed(decision)
     check_own_meshes(decision)
     check_mesh(parts, resolved)
-    ranks_of(decision, parts)  # raises for parts that are sharded over other ranks
+    decision = dataclasses.replace(decision, ranks=ranks_of(decision, parts))
     schedule, device = decision.schedule, decision.compute_device
     if schedule.hardware is None and (schedule.memory_budget is not None or decision.is_planned_by_default):
         find = hardware_at_hand if decision.is_planned_by_default else _hardware_to_plan_for

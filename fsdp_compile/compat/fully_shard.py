@@ -10,7 +10,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-from torch.distributed.tensor import Shard
 
 from ..api import fsdp_compile, shard
 from ..checks import listed
@@ -29,7 +28,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -40,7 +39,8 @@ def fully_shard(
 
     Apply it to blocks first and to the whole model last, as there; the whole then runs as one compiled program.
     `reshard_after_forward=None` leaves the unit that the forward uses last gathered for the backward, whichever it is.
-    `shard_placement_fn` may give any dimension, whether the ranks divide it or not.
+    `shard_placement_fn` returns a Shard of any dimension, whether the ranks divide it or not, None, or torch's
+    ShardPlacementResult.
 
     Args:
         module: or a list of modules, whose parameters become one unit of the model that holds them. Until that is

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from ..checks import check_bool, check_dtype, listed
 from ..errors import ConfigError
+from ..layout.globs import innermost
 from ..layout.precision import CastInputs, CastOutputs, remove_input_casts
 from ..module.full_precision import CastBuffer, FullInEvaluation
 from ..module.reading import local_reads
@@ -91,9 +92,7 @@ def keep_full_in_evaluation(
     units[""].buffers = buffers
 
     def unit_around(name: str) -> FullInEvaluation:
-        while name not in units:
-            name = name.rpartition(".")[0]
-        return units[name]
+        return units[innermost(name, units) or ""]
 
     for index, shard in enumerate(own.shards):
         unit_around(shard.layout.slots[0].parameter).indices.append(index)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..checks import check_bool, check_dtype
 from ..errors import ConfigError
-from .globs import is_named
+from .globs import innermost, is_named
 
 Key = str | type[nn.Module]
 
@@ -56,9 +56,9 @@ def find_precision(model: nn.Module, mp_policy: object, units: Iterable[str]) ->
         for unit in units:
             boundaries.setdefault(unit, dataclasses.replace(mp_policy, output_dtype=None))
     policy_of_parameter = {
-        name: policy
+        name: policy_of_module[module]
         for name, _ in model.named_parameters()
-        if (policy := _innermost(name, policy_of_module)) is not None
+        if (module := innermost(name, policy_of_module)) is not None
     }
     return Precision(policy_of_parameter, boundaries)
 
@@ -97,13 +97,6 @@ def _matches(key: Any, name: str, module: nn.Module) -> bool:
     if isinstance(key, type) and issubclass(key, nn.Module):
         return isinstance(module, key)
     raise ConfigError(f"mp_policy: {key!r} is no module class and no glob over module names")
-
-
-def _innermost(name: str, policy_of_module: Mapping[str, MixedPrecisionPolicy]) -> MixedPrecisionPolicy | None:
-    """The policy of the innermost mentioned module that is `name` or holds it."""
-    while name and name not in policy_of_module:
-        name = name.rpartition(".")[0]
-    return policy_of_module.get(name)
 
 
 def install_casts(model: nn.Module, precision: Precision) -> None:

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
-from .globs import is_named
+from .globs import innermost, is_named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,9 @@ def find_meshes(model: nn.Module, mesh: object) -> tuple[DeviceMesh | None, dict
             raise ConfigError(f"mesh: no module of the model matches {glob!r}")
         mesh_of_module |= dict.fromkeys(names, each)
     main = mesh_of_module.pop("", None)
-    found = {name: _innermost(name, mesh_of_module) for name, _ in model.named_parameters()}
-    return main, {name: OwnMesh(each, True) for name, each in found.items() if each is not None and each != main}
-
-
-def _innermost(name: str, mesh_of_module: Mapping[str, DeviceMesh]) -> DeviceMesh | None:
-    """The mesh of the innermost module of the map that holds this parameter."""
-    while name and name not in mesh_of_module:
-        name = name.rpartition(".")[0]
-    return mesh_of_module.get(name)
+    found = {
+        name: mesh_of_module[module]
+        for name, _ in model.named_parameters()
+        if (module := innermost(name, mesh_of_module)) is not None
+    }
+    return main, {name: OwnMesh(each, True) for name, each in found.items() if each != main}

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
 from ..checks import check_call, is_auto, listed
 from ..errors import ConfigError
-from .globs import is_named
+from .globs import innermost, is_named
 from .policies import run_policy
 
 _SMALL = 64  # a run with less than this fraction of the largest unit's elements is not gathered by itself
@@ -68,7 +68,7 @@ def find_units(model: nn.Module, policy: Any, ignored: Collection[nn.Parameter] 
     for name, parameter in model.named_parameters():  # yields tied parameters once
         if parameter in ignored:
             continue
-        owner = _owner(name, name_of_selected)
+        owner = innermost(name, name_of_selected)
         if owner is None:
             if run and _is_embedding(name, model) != _is_embedding(run[-1][0], model):
                 end_run()
@@ -132,16 +132,6 @@ def selected_modules(model: nn.Module, policy: Any) -> set[nn.Module]:
         return _called(model, policy)
     kinds = "classes, modules or globs (or 'auto', a policy of torch.distributed.fsdp.wrap, or a callable)"
     return _listed(model, listed("auto_wrap_policy", policy, kinds))
-
-
-def _owner(parameter: str, selected: dict[str, nn.Module]) -> str | None:
-    """The name of the deepest selected module that holds the parameter."""
-    module = parameter.rpartition(".")[0]
-    while module not in selected:
-        if not module:
-            return None
-        module = module.rpartition(".")[0]
-    return module
 
 
 def _repeated_blocks(model: nn.Module) -> set[nn.Module]:

@@ -110,7 +110,7 @@ def holders_of(decision: Decision, parts: Mapping[str, nn.Module]) -> Holders | 
     """The ranks that hold the parts of a model; all of them call this at the same time."""
     of_parts = (found.mesh for part in parts.values() if (found := sharding_of(part).holders) is not None)
     mesh = decision.mesh or decision.inner or next(of_parts, None)
-    return holders_over(ranks_of(decision, parts), mesh)
+    return holders_over(decision.ranks, mesh)
 
 
 def check_not_ignored(model: nn.Module, parts: Mapping[str, nn.Module], ignored: Collection[nn.Parameter]) -> None:

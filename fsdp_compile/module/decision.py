@@ -35,6 +35,7 @@ class Decision:
         is_alone: whether the user has named a mesh, or a process group, of this rank alone.
         dim_of_parameter: on which dimension each parameter is sharded, by name; without one on the first.
         own_meshes: of the parameters that are not on that mesh, by name.
+        ranks: that hold the parts of the model, once they are known.
     """
 
     options: Options
@@ -47,6 +48,7 @@ class Decision:
     is_alone: bool = False
     dim_of_parameter: Mapping[str, int] = dataclasses.field(default_factory=dict)
     own_meshes: Mapping[str, OwnMesh] = dataclasses.field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
 
     def by_mesh(self) -> Iterator[tuple[DeviceMesh | None, dict[str, nn.Parameter]]]:
         """The parameters on the model's mesh, and then those on each of the others, with that."""

@@ -171,7 +171,7 @@ class _Values:
     def __init__(self, decision: Decision, mesh: DeviceMesh) -> None:
         self.decision = decision
         self.on_mesh = mesh, decision.inner
-        self.on_own_mesh = {
+        self.on_mesh_of = {
             parameter: (own_mesh or mesh, distribution_mesh(together))
             for own_mesh, together in decision.by_mesh()
             for parameter in together.values()
@@ -193,7 +193,7 @@ class _Values:
                     self.broadcast(module._buffers.values())
             value = self.made.pop((module, name))
         if self.decision.options.sync_module_states:
-            self.broadcast([value], self.on_own_mesh[original])
+            self.broadcast([value], self.on_mesh_of[original])
         return value
 
     def broadcast(

@@ -310,18 +310,6 @@ def ranks_of_group(name: str) -> list[int] | None:
     return None
 
 
-def axes_with_parts(mesh: DeviceMesh | None, inner: DeviceMesh | None) -> list[tuple[DeviceMesh, int]]:
-    """The axes of meshes along which ranks hold different parts of one model.
-
-    Args:
-        mesh: over whose last axis it is sharded.
-        inner: over whose axes parameters were distributed before.
-    """
-    axes = [] if mesh is None else [(mesh, mesh.ndim - 1)]
-    axes += [] if inner is None else [(inner, axis) for axis in range(inner.ndim)]
-    return [(each, axis) for each, axis in axes if each.size(axis) > 1]
-
-
 def num_shards_of(mesh: DeviceMesh | None) -> int:
     """How many ranks parameters are sharded over: those of the mesh's last dimension."""
     return 1 if mesh is None else mesh.size(mesh.ndim - 1)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError
 from .agreement import agreement_of
 from .collectives import all_reduce_alone
-from .groups import axes_with_parts, group_over, mesh_of_both
+from .groups import group_over, mesh_of_both
 
 Ranks: TypeAlias = "tuple[int, ...]"
 
@@ -102,25 +102,21 @@ def ranks_of_holders(mesh: DeviceMesh | None, inner: DeviceMesh | None, of_parts
     Raises:
         ConfigError: what has one of these names is sharded over ranks that are not the model's.
     """
-    axes = [(over, axis) for over, axis in axes_with_parts(mesh, inner)]
-    if not axes:
-        narrow: Ranks = (dist.get_rank(),) if dist.is_initialized() else (0,)
-    elif len(axes) == 1:
-        narrow = _along(*axes[0])
-    else:
-        both = mesh_of_both(mesh, inner) if mesh is not None and inner is not None else inner
-        first = 0 if mesh is None else mesh.ndim - 1
-        narrow = _along(both, *range(first, both.ndim))  # type: ignore[union-attr, arg-type]
-    candidates = [narrow, *sorted(of_parts.values(), key=len)]
-    if mesh is not None:
-        both = mesh if inner is None else mesh_of_both(mesh, inner)
-        candidates.append(_along(both, *range(both.ndim)))
+    both = mesh_of_both(mesh, inner) if mesh is not None and inner is not None else mesh or inner
+    of_row: Ranks
+    of_all: Ranks
+    if both is None:
+        of_row = of_all = (dist.get_rank(),) if dist.is_initialized() else (0,)
+    else:  # replicas, along the first of two dimensions of a mesh, hold the same parts
+        of_row = _along(both, *range(0 if mesh is None else mesh.ndim - 1, both.ndim))
+        of_all = _along(both, *range(both.ndim))
+    candidates = [of_row, *sorted(of_parts.values(), key=len), of_all]
     for ranks in candidates:
-        if all(set(ranks) >= set(each) for each in (narrow, *of_parts.values())):
+        if all(set(ranks) >= set(each) for each in (of_row, *of_parts.values())):
             return ranks
-    name, ranks = next((name, each) for name, each in of_parts.items() if not set(each) <= set(candidates[-1]))
+    name, ranks = next((name, each) for name, each in of_parts.items() if not set(each) <= set(of_all))
     raise ConfigError(
-        f"{name} is sharded over the ranks {list(ranks)}, and the model would be over {list(candidates[-1])}: give "
+        f"{name} is sharded over the ranks {list(ranks)}, and the model would be over {list(of_all)}: give "
         "them one mesh, or the model one that has all ranks of its modules"
     )
 

@@ -16,21 +16,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fsdp_compile
+from tests.distributed.test_tensor_parallel import WIDTH, Block
 from tests.distributed.training import CLOSE, STEPS, adamw
 from tests.models import DEVICE
 from tests.ranks import on_ranks
 
-WORDS, WIDTH, HIDDEN, LENGTH = 14, 8, 12, 5
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
+WORDS, HIDDEN, LENGTH = 14, 12, 5
 
 
 class Language(nn.Module):
@@ -40,7 +31,7 @@ class Language(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block(HIDDEN), Block(HIDDEN)])
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.is_checkpointed = is_checkpointed
         if is_tied:
@@ -111,18 +102,19 @@ def train(model, rows, *, micro_batches=1, around=contextlib.nullcontext):
     return results
 
 
-def assert_trains_as(model, expected, *, row=None, close=CLOSE, **options):
-    row = dist.get_rank() // 2 if row is None else row
-    torch.testing.assert_close(train(model, [row], **options), train(expected, [0, 1], **options), **close)
+def assert_trains_as(model, expected, *, num_splits=2, close=CLOSE, **options):
+    """So many ranks, one after another, split the model, and see the same words."""
+    wanted = train(expected, range(dist.get_world_size() // num_splits), **options)
+    torch.testing.assert_close(train(model, [dist.get_rank() // num_splits], **options), wanted, **close)
     for (name, parameter), value in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter.full_tensor(), value, **close, msg=name)
         assert parameter.requires_grad == value.requires_grad
 
 
-def sharded(mesh=None, *, model=None, is_tied=False, **options):
+def sharded(model=None, *, is_tied=False, **options):
     root = root_mesh()
     model = parallel(Language() if model is None else model, root["tp"], is_tied=is_tied)
-    return fsdp_compile(model, root["dp"] if mesh is None else mesh, **({"backend": "aot_eager"} | options))
+    return fsdp_compile(model, root["dp"], **({"backend": "aot_eager"} | options))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -133,7 +125,7 @@ def test_embeddings_and_heads_that_are_split_by_words(world_size, backend):
 
 @on_ranks(4)
 def test_tied_words(world_size):
-    model = sharded(model=Language(is_tied=True), is_tied=True)
+    model = sharded(Language(is_tied=True), is_tied=True)
     assert model.head.weight is model.embedding.weight
     assert_trains_as(model, Language(is_tied=True))
 
@@ -150,12 +142,12 @@ def test_frozen_parameters(world_size):
     for each in (model, expected):
         for name, parameter in each.named_parameters():
             parameter.requires_grad_("norm" in name or "up" in name)
-    assert_trains_as(sharded(model=model), expected)
+    assert_trains_as(sharded(model), expected)
 
 
 @on_ranks(4)
 def test_activations_that_are_computed_again(world_size):
-    assert_trains_as(sharded(model=Language(is_checkpointed=True)), Language())
+    assert_trains_as(sharded(Language(is_checkpointed=True)), Language())
 
 
 @on_ranks(4)
@@ -163,7 +155,7 @@ def test_a_model_without_memory(world_size):
     """It is split and sharded on the meta device, and gets the values of a full state."""
     with torch.device("meta"):
         model = Language()
-    model = sharded(model=model)
+    model = sharded(model)
     model.to_empty(device=DEVICE)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, dict(Language().state_dict()) if dist.get_rank() == 0 else {}, options=options)
@@ -188,12 +180,7 @@ def test_hybrid_sharding(world_size, sizes):
     torch._dynamo.reset()
     root = init_device_mesh(DEVICE.type, sizes, mesh_dim_names=("replicate", "shard", "tp"))
     model = fsdp_compile(parallel(Language(), root["tp"]), root["replicate", "shard"], backend="aot_eager")
-    row = dist.get_rank() // sizes[2]
-    expected = Language()
-    wanted = train(expected, range(4 // sizes[2]))
-    torch.testing.assert_close(train(model, [row]), wanted, **CLOSE)
-    for (name, parameter), value in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(parameter.full_tensor(), value, **CLOSE, msg=name)
+    assert_trains_as(model, Language(), num_splits=sizes[2])
 
 
 @on_ranks(4)

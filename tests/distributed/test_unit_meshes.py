@@ -102,20 +102,25 @@ def meshes():
     return init_device_mesh(DEVICE.type, (4,), mesh_dim_names=("dp",)), both["efsdp"], both["ep"]
 
 
-def sharded(*, as_dtensors=True, backend="aot_eager", **options):
+def split(as_dtensors):
+    """A mixture whose experts are split, the mesh to shard the rest of it over, and that for experts."""
     dense, efsdp, ep = meshes()
     model = Mixture()
     for layer in model.layers:
         layer.experts.split(ep, as_dtensors=as_dtensors)
+    return model, dense, efsdp
+
+
+def sharded(*, as_dtensors=True, backend="aot_eager", **options):
+    model, dense, efsdp = split(as_dtensors)
+    for layer in model.layers:
         fsdp_compile(layer.experts, efsdp, backend=backend, gradient_reduction=dense.size())
     return fsdp_compile(model, dense, backend=backend, **options)
 
 
 def sharded_as_by_torch(*, as_dtensors=True, backend="aot_eager"):
-    dense, efsdp, ep = meshes()
-    model = Mixture()
+    model, dense, efsdp = split(as_dtensors)
     for layer in model.layers:
-        layer.experts.split(ep, as_dtensors=as_dtensors)
         fully_shard(layer.experts, mesh=efsdp, backend=backend)
         layer.experts.set_gradient_divide_factor(dense.size())
         fully_shard(layer, mesh=dense, backend=backend)
@@ -123,19 +128,13 @@ def sharded_as_by_torch(*, as_dtensors=True, backend="aot_eager"):
 
 
 def sharded_by_a_map(*, as_dtensors=True, backend="aot_eager", **options):
-    dense, efsdp, ep = meshes()
-    model = Mixture()
-    for layer in model.layers:
-        layer.experts.split(ep, as_dtensors=as_dtensors)
+    model, dense, efsdp = split(as_dtensors)
     return fsdp_compile(model, {"": dense, "*.experts": efsdp}, backend=backend, **options)
 
 
 def sharded_by_placements(*, as_dtensors=True, backend="aot_eager"):
     """By torch's ShardPlacementResult, whose meshes have means of their own."""
-    dense, efsdp, ep = meshes()
-    model = Mixture()
-    for layer in model.layers:
-        layer.experts.split(ep, as_dtensors=as_dtensors)
+    model, dense, efsdp = split(as_dtensors)
     experts = {parameter for layer in model.layers for parameter in layer.experts.parameters()}
 
     def place(parameter):
