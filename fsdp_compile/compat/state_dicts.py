@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..module.sharding import sharding_around
+from ..runtime.ranks import all_ranks
 from .wrapped import fsdp_modules, outermost
 
 _SETTINGS = "_fsdp_state_dict_settings"
@@ -121,4 +122,4 @@ def is_first_rank(module: nn.Module) -> bool:
     """Whether this is the first rank of the mesh that the module is sharded over."""
     sharding = sharding_around(module)
     mesh = None if sharding is None else sharding.mesh
-    return mesh is None or mesh.get_rank() == int(mesh.mesh.flatten()[0])
+    return mesh is None or mesh.get_rank() == all_ranks(mesh)[0]

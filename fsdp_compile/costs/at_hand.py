@@ -25,6 +25,7 @@ from ..errors import ConfigError
 from ..runtime.agreement import agreement_of
 from ..runtime.comparison import Line
 from ..runtime.inductor import generator_digest
+from ..runtime.ranks import all_ranks
 from .calibrate import calibrate, calibrate_network
 from .hardware import Hardware, find_hardware, hardware_of_gpu
 
@@ -53,7 +54,7 @@ def hardware_at_hand(device: torch.device, mesh: DeviceMesh | None, ranks_per_no
         return found
     ranks_per_node = ranks_per_node or 1
     file = _file_for(device, ranks_per_node)
-    ranks = () if mesh is None else tuple(mesh.mesh.flatten().tolist())
+    ranks = () if mesh is None else all_ranks(mesh)
     known = ranks, path_of(file)
     if known not in _known:
         statement = [Line("options: planning for the hardware at hand")]

@@ -21,6 +21,7 @@ from ..runtime.flat_shard import FlatShard
 from ..runtime.groups import num_shards_of
 from ..runtime.holders import Holders, holders_over, ranks_of_holders
 from ..runtime.optimizers import replacement_of
+from ..runtime.ranks import all_ranks, nested_ranks
 from .decision import Decision
 from .reading import install_reads
 from .sharded_module import become_part
@@ -62,8 +63,8 @@ def common_mesh(parts: Mapping[str, nn.Module]) -> DeviceMesh | None:
     if not meshes:
         return None
     largest = max(meshes, key=DeviceMesh.size)
-    held = set(largest.mesh.flatten().tolist())
-    if not all(held.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes):
+    held = set(all_ranks(largest))
+    if not all(held.issuperset(all_ranks(mesh)) for mesh in meshes):
         raise ConfigError(f"the parts are sharded over {', '.join(map(str, set(meshes)))}: say over which the rest is")
     return largest
 
@@ -123,7 +124,7 @@ def check_not_ignored(model: nn.Module, parts: Mapping[str, nn.Module], ignored:
 
 
 def _ranks(mesh: DeviceMesh | None) -> object:
-    return None if mesh is None else mesh.mesh.tolist()
+    return None if mesh is None else nested_ranks(mesh)
 
 
 def adopt(model: nn.Module, parts: Mapping[str, nn.Module], sharding: Sharding) -> None:

@@ -23,6 +23,7 @@ from ..layout.buckets import NO_AXIS, Axis, Layout
 from ..runtime.flat_shard import FlatShard
 from ..runtime.groups import axes_of, mesh_over, part_of
 from ..runtime.holders import holders_over, ranks_of_holders
+from ..runtime.ranks import nested_ranks
 from ..runtime.reads import Read
 from .own_units import OwnUnits
 from .reading import install_reads, local_reads, original_class
@@ -73,7 +74,7 @@ class MeshPosition:
         here = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if mesh is None:
             return cls(*here)
-        return cls(*here, mesh.mesh.tolist(), mesh.mesh_dim_names, mesh.device_type)
+        return cls(*here, nested_ranks(mesh), mesh.mesh_dim_names, mesh.device_type)
 
     def check(self) -> None:
         """Raise ConfigError on another rank, or among another number of them."""

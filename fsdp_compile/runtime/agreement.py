@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,6 +41,7 @@ from ..progress import phase
 from . import gloo
 from .comparison import SAME, ComparisonKeys, Keys, Opened, Raised, Statement, difference, digest_of
 from .places import Place, Track, Visit, at, parted
+from .ranks import all_ranks
 from .watching import TICK, watch
 
 _LONGEST_PAUSE = 2.0
@@ -70,8 +70,7 @@ def agreement_of(mesh: DeviceMesh | None) -> Agreement | None:
     """Between the ranks of a mesh, for all models on them; None where there is nobody else."""
     if mesh is None or dist.get_backend(mesh.get_group(0)) == "fake":
         return None
-    with unset_fake_temporarily():  # of the compilation that asks; private as of torch 2.11 to 2.15
-        ranks = tuple(mesh.mesh.flatten().tolist())
+    ranks = all_ranks(mesh)
     known = _agreements.setdefault(dist.group.WORLD, {})
     if ranks not in known:
         known[ranks] = Agreement(ranks, dist.get_rank(), distributed_c10d._get_default_store())

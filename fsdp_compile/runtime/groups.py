@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..layout.buckets import NO_AXIS, Axes, Axis
 from ..passes.metadata import Part
 from .gloo import name_of_original, overlapping_group
+from .ranks import all_ranks
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -188,7 +189,7 @@ def _nodes_and_ranks(local_world_size: int | None) -> tuple[int, int]:
 
 def part_of(mesh: DeviceMesh, size: int) -> Part:
     """This rank's place in a group of `size` neighbouring ranks on the shard axis; every rank of the mesh calls it."""
-    ranks = ranks_along(mesh, mesh.ndim - 1)
+    ranks = _ranks_of_axis(mesh, mesh.ndim - 1)
     index = mesh.get_local_rank(mesh.ndim - 1)
     begin = index - index % size
     group = _group_of(ranks[begin : begin + size])
@@ -276,7 +277,7 @@ def axes_of(mesh: DeviceMesh, strategy: ShardingStrategy, *, has_scalars: bool) 
 def _whole_mesh(mesh: DeviceMesh) -> Axis:
     if mesh.ndim == 1:
         return _axis(mesh, 0)
-    return Axis(mesh.size(), _name(_group_of(mesh.mesh.flatten().tolist()), mesh))
+    return Axis(mesh.size(), _name(_group_of([*all_ranks(mesh)]), mesh))
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> Axis:
@@ -288,15 +289,15 @@ def _name(group: dist.ProcessGroup, mesh: DeviceMesh) -> str:
     return str(overlapping_group(group, mesh.device_type).group_name)
 
 
-def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
-    """The ranks that this one meets along an axis of a mesh."""
+def _ranks_of_axis(mesh: DeviceMesh, axis: int) -> list[int]:
+    """The ranks that this one meets along an axis of a mesh, in the order of their group."""
     return dist.get_process_group_ranks(mesh.get_group(axis))
 
 
 def group_over(ranks: Sequence[int], mesh: DeviceMesh) -> str:
     """The name under which these ranks find their group, which is made if there is none; all of them call this."""
     for axis in range(mesh.ndim):
-        if sorted(ranks_along(mesh, axis)) == [*ranks]:
+        if sorted(_ranks_of_axis(mesh, axis)) == [*ranks]:
             return _name(mesh.get_group(axis), mesh)
     return _name(_group_of([*ranks]), mesh)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,7 @@ from ..errors import ConfigError
 from .agreement import agreement_of
 from .collectives import all_reduce_alone
 from .groups import group_over, mesh_of_both
-
-Ranks: TypeAlias = "tuple[int, ...]"
+from .ranks import Ranks, all_ranks, ranks_along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +66,8 @@ class Holders:
         """
         if not isinstance(parameter, DTensor):
             return self.ranks
-        held = _all_ranks(parameter.device_mesh)
-        if held >= _all_ranks(self.mesh):
+        held = set(all_ranks(parameter.device_mesh))
+        if held.issuperset(all_ranks(self.mesh)):
             return self.ranks
         return tuple(rank for rank in self.ranks if rank in held)
 
@@ -108,8 +107,8 @@ def ranks_of_holders(mesh: DeviceMesh | None, inner: DeviceMesh | None, of_parts
     if both is None:
         of_row = of_all = (dist.get_rank(),) if dist.is_initialized() else (0,)
     else:  # replicas, along the first of two dimensions of a mesh, hold the same parts
-        of_row = _along(both, *range(0 if mesh is None else mesh.ndim - 1, both.ndim))
-        of_all = _along(both, *range(both.ndim))
+        of_row = _sorted(ranks_along(both, *range(0 if mesh is None else mesh.ndim - 1, both.ndim)))
+        of_all = _sorted(all_ranks(both))
     candidates = [of_row, *sorted(of_parts.values(), key=len), of_all]
     for ranks in candidates:
         if all(set(ranks) >= set(each) for each in (of_row, *of_parts.values())):
@@ -121,15 +120,8 @@ def ranks_of_holders(mesh: DeviceMesh | None, inner: DeviceMesh | None, of_parts
     )
 
 
-def _along(mesh: DeviceMesh, *axes: int) -> Ranks:
-    """The ranks that this one meets along these axes, and itself."""
-    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    index = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(mesh.ndim))
-    return tuple(sorted(mesh.mesh[index].flatten().tolist()))
-
-
-def _all_ranks(mesh: DeviceMesh) -> frozenset[int]:
-    return frozenset(_along(mesh, *range(mesh.ndim)))
+def _sorted(ranks: Ranks) -> Ranks:
+    return tuple(sorted(ranks))
 
 
 def _ranks_with_parts(parameter: torch.Tensor) -> Ranks:
@@ -137,4 +129,4 @@ def _ranks_with_parts(parameter: torch.Tensor) -> Ranks:
     if not isinstance(parameter, DTensor):
         return (dist.get_rank(),)
     sharded = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    return _along(parameter.device_mesh, *sharded)
+    return ranks_along(parameter.device_mesh, *sharded)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from ..errors import ConfigError
+from .ranks import ranks_along
 from .views import laid_out_as, local_tensor
 
 _INSTEAD = (
@@ -79,7 +80,7 @@ def _is_of_others(state: DTensor, parameter: DTensor) -> bool:
 def _rows_of_another(name: str, value: DTensor, like: torch.Tensor) -> ConfigError:
     mesh, rank = value.device_mesh, dist.get_rank() if dist.is_initialized() else 0
     coordinate = mesh.get_coordinate()
-    saver = "another rank" if coordinate is None else f"rank {int(mesh.mesh[tuple(coordinate)])}"
+    saver = "another rank" if coordinate is None else f"rank {ranks_along(mesh)[0]}"
     here = _parts(like, like.device_mesh if isinstance(like, DTensor) else None)
     return ConfigError(
         f"{name} has the rows of {saver} ({_described(_parts(value, mesh))}), and is loaded on rank {rank} "

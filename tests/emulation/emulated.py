@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections import Counter
 from functools import cache
@@ -375,10 +376,11 @@ def test_a_prediction_of_the_program_takes_its_own_kernels(name):
     assert more.built.timeline.compute == pytest.approx(found.built.timeline.compute + seconds)
 
 
-@pytest.mark.parametrize("offload", [None, CPUOffloadPolicy(pin_memory=False)])
-def test_a_model_in_the_memory_of_the_cpu_is_sharded_on_the_gpu_of_its_rank(offload):
-    join_fake_group(2)
-    mesh = init_device_mesh("cuda", (2,))
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["sharded", "hybrid"])
+@pytest.mark.parametrize("offload", [None, CPUOffloadPolicy(pin_memory=False)], ids=["kept", "offloaded"])
+def test_a_model_in_the_memory_of_the_cpu_is_sharded_on_the_gpu_of_its_rank(offload, shape):
+    join_fake_group(math.prod(shape))
+    mesh = init_device_mesh("cuda", shape)
     with FakeTensorMode():
         model = nn.Linear(4, 4)
         model.register_buffer("scale", torch.ones(4))
