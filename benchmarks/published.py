@@ -1,4 +1,4 @@
-"""Predicted steps against published ones, of training runs that shard with FSDP and nothing else.
+"""Predicted steps against published ones, of training runs that shard with FSDP, some of them with tensor parallelism.
 
     python benchmarks/published.py                      # all rows, some fifteen minutes and no GPU
     python benchmarks/published.py --only torchtitan
@@ -12,11 +12,13 @@ is not published is assumed, the same for all rows of a source: see `SOURCES`. T
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_compile import rewrite
+from fsdp_compile.cli.meshes import MeshSizes, mesh_of_fakes
 from fsdp_compile.costs.hardware import HARDWARE, Hardware, Link
 from fsdp_compile.costs.nodes import Compiler
 from fsdp_compile.costs.predict import Prediction, predict
@@ -38,7 +42,7 @@ from fsdp_compile.graphs import RewrittenGraphs
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from mpt import MPT, MPT_7B, MPT_13B, MPT_70B, MPTConfig
 
-from llama import LLAMA3_8B, Llama, LlamaConfig
+from llama import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, Llama, LlamaConfig, parallelize
 
 GIB = 2**30
 
@@ -57,6 +61,10 @@ SOURCES = {
     "torchtitan#3429": "GraphTrainer, memory policies default (taken to be torchtitan's 'selective') and full, on GPUs "
     "with 95 GiB (taken to be those above, at their full power); batch 1, sequence 8192, which their tokens/s and MFU "
     "imply.",
+    "torchtitan#1299": "benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md, with the figures of the pull request: "
+    "bf16 without asynchronous tensor parallelism, on the GPUs of 'torchtitan'. Not fitted.",
+    "torchtitan 2024-08": "docs/performance.md of that time: 'None' of its optimizations, taken to be compiled, as in "
+    "its configuration, on GPUs with 94 GB, taken to be those of 'torchtitan'. Not fitted.",
     "thunder#940": "benchmark_litgpt.py: parameters and Adam in bf16, zero2 as in its command, sequence 4096.",
     "llm-foundry": "scripts/train/benchmarking/README.md: FSDP1 without a compiler, priced with our copies of "
     "parameters and gradients (its parameters are views, its gradients are copied twice); gradients reduced in f32, "
@@ -74,6 +82,7 @@ class Row:
         published: tokens/s of a GPU; for "FSDP launch" FLOP/s of a GPU.
         batch: sequences of a rank in a micro-batch.
         micro_batches: of a step.
+        split: ranks of a node that split the model, by tensor and sequence parallelism.
         weights: the dtype of parameters and of Adam's states.
     """
 
@@ -90,6 +99,7 @@ class Row:
     checkpointing: str = "none"
     is_compiled: bool = True
     micro_batches: int = 1
+    split: int = 1
     policy: MixedPrecisionPolicy | None = BF16_REDUCED_IN_F32
     weights: torch.dtype = torch.float32
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
@@ -99,7 +109,7 @@ class Row:
     @property
     def traced(self) -> Any:
         """The same for rows that have the same graphs."""
-        sizes = self.title, self.gpus, self.batch, self.seq
+        sizes = self.title, self.gpus, self.split, self.batch, self.seq
         return *sizes, self.checkpointing, self.policy, self.weights, self.strategy
 
     @property
@@ -112,7 +122,7 @@ class Row:
 
     @property
     def is_fitted(self) -> bool:
-        return self.source != "FSDP launch"
+        return self.source != "FSDP launch" and self.split == 1
 
 
 _HBM2E = dataclasses.replace(HARDWARE["h100"], memory_bandwidth=2.4e12, memory=96 * 10**9)
@@ -122,6 +132,8 @@ _LOW_POWER = dataclasses.replace(_HBM2E, flops={"bfloat16": 912e12, "float32": 4
 _llama3 = functools.partial(Row, model=lambda: Llama(LLAMA3_8B), title="Llama3-8B", seq=8192)
 _torchtitan = functools.partial(_llama3, "torchtitan", hardware=_LOW_POWER, batch=2, checkpointing="selective")
 _graph_trainer = functools.partial(_llama3, "torchtitan#3429", hardware=_HBM2E, gpus=8, batch=1)
+_async_tp = functools.partial(Row, "torchtitan#1299", seq=8192, hardware=_LOW_POWER, split=8)
+_llama_405b = functools.partial(Row, "torchtitan 2024-08", seq=8192, hardware=_LOW_POWER, split=8)
 _thunder = functools.partial(
     Row,
     "thunder#940",
@@ -160,6 +172,17 @@ ROWS = [
     _torchtitan(gpus=128, published=6514, published_gib=62.0),
     _graph_trainer(published=7890, published_mfu=0.462, published_gib=52.44, checkpointing="selective"),
     _graph_trainer(published=7006, published_mfu=0.4102, published_gib=32.07, checkpointing="full"),
+    _async_tp(lambda: Llama(LLAMA3_70B), "Llama3-70B", gpus=256, batch=16, published=597.3, checkpointing="full"),
+    _async_tp(lambda: Llama(LLAMA3_8B), "Llama3-8B", gpus=64, batch=12, published=4378, checkpointing="selective"),
+    _llama_405b(
+        lambda: Llama(LLAMA3_405B),
+        "Llama3-405B",
+        gpus=128,
+        batch=2,
+        published=109,
+        published_mfu=0.29,
+        checkpointing="full",
+    ),
     _thunder(published=9325.13, published_gib=47.45e9 / GIB, is_compiled=False),
     _thunder(published=11855.92, published_gib=40.21e9 / GIB),
     _foundry_7b(hardware=HARDWARE["h100"], published=10643, published_mfu=0.4644),
@@ -203,17 +226,29 @@ def _selective() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def graphs_of(row: Row) -> RewrittenGraphs:
+@contextlib.contextmanager
+def ranks_of(row: Row) -> Iterator[tuple[DeviceMesh | None, DeviceMesh | int]]:
+    """The mesh that splits the row's model, and what its parameters are sharded over; inside, graphs can be priced."""
+    if row.split == 1:
+        yield None, row.gpus
+    else:
+        with mesh_of_fakes(MeshSizes(row.gpus // row.split, {"tp": row.split}), None) as ranks:
+            yield ranks
+
+
+def graphs_of(row: Row, mesh: DeviceMesh | None, world_size: DeviceMesh | int) -> RewrittenGraphs:
     with torch.device("meta"):
         model = row.model().to(row.weights)
         tokens = torch.zeros(row.batch, row.seq, dtype=torch.int64)
+    if mesh is not None:
+        model = parallelize(model, mesh)
     if row.checkpointing != "none":
         model.layers = nn.ModuleList([Checkpointed(layer, row.checkpointing) for layer in model.layers])
     return rewrite(
         model,
         tokens,
         tokens,
-        world_size=row.gpus,
+        world_size=world_size,
         auto_wrap_policy=row.units,
         sharding_strategy=row.strategy,
         mp_policy=row.policy,
@@ -233,7 +268,8 @@ class Result:
 
     @property
     def predicted(self) -> float:
-        per_micro_batch = self.prediction.flops if self.row.is_in_flops else self.row.batch * self.row.seq
+        tokens = self.row.batch * self.row.seq / self.row.split
+        per_micro_batch = self.prediction.flops if self.row.is_in_flops else tokens
         return self.row.micro_batches * per_micro_batch / self.seconds
 
     @property
@@ -287,6 +323,7 @@ def table(results: Sequence[Result]) -> Table:
 def _configuration(row: Row) -> str:
     parts = ["compiled" if row.is_compiled else "eager"]
     parts += [f"AC {row.checkpointing}"] if row.checkpointing != "none" else []
+    parts += [f"tp {row.split}"] if row.split > 1 else []
     parts += ["zero2"] if row.strategy is ShardingStrategy.SHARD_GRAD_OP else []
     parts += ["bf16"] if row.weights is torch.bfloat16 else []
     parts += ["PURE"] if row.policy is BF16 else []
@@ -318,16 +355,17 @@ def main(arguments: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> 
     console = Console(width=150, highlight=False)
     efficiencies = [percent / 100 for percent in range(50, 90)]
     results, ratios_of_row = [], []
-    traced: tuple[Any, RewrittenGraphs] | None = None
-    for row in rows:
-        if options.only not in f"{row.source} {row.title}":
-            continue
-        if traced is None or traced[0] != row.traced:
-            traced = row.traced, graphs_of(row)
-        results.append(result_of(row, traced[1]))
-        print(f"{row.source}, {row.title}, {row.gpus} GPUs: {results[-1].ratio:.3f}", file=sys.stderr, flush=True)
-        if options.fit:
-            ratios_of_row.append((row, ratio_by_efficiency(results[-1], efficiencies)))
+    chosen = [row for row in rows if options.only in f"{row.source} {row.title}"]
+    for _, alike in itertools.groupby(chosen, key=lambda row: row.traced):
+        first, *others = alike
+        with ranks_of(first) as (mesh, world_size):
+            graphs = graphs_of(first, mesh, world_size)
+            for row in (first, *others):
+                result = result_of(row, graphs)
+                results.append(result)
+                print(f"{row.source}, {row.title}, {row.gpus} GPUs: {result.ratio:.3f}", file=sys.stderr, flush=True)
+                if options.fit:
+                    ratios_of_row.append((row, ratio_by_efficiency(result, efficiencies)))
     console.print(table(results))
     used = {result.row.hardware.name: result.row.hardware.efficiency for result in results}
     console.print("efficiency: " + ", ".join(f"{name} {value}" for name, value in used.items()))

@@ -4,6 +4,7 @@
     python examples/llama.py --config small
     python examples/llama.py --world-size 512
     python -m fsdp_compile plan examples/llama.py:llama3_8b --gpus 8 64 --seq 8192
+    python -m fsdp_compile plan examples/llama.py:llama3_70b --gpus 256 --mesh auto --global-batch 512 --seq 8192
 
 No process group and no GPU: what is printed is the schedule that each of the ranks would run.
 """
@@ -18,6 +19,15 @@ import time
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from fsdp_compile import rewrite
 
@@ -39,6 +49,7 @@ class LlamaConfig:
 
 
 LLAMA3_8B = LlamaConfig(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, vocab=128256)
+LLAMA3_70B = LlamaConfig(layers=80, dim=8192, heads=64, kv_heads=8, ffn_dim=28672, vocab=128256)
 LLAMA3_405B = LlamaConfig(layers=126, dim=16384, heads=128, kv_heads=8, ffn_dim=53248, vocab=128256)
 SMALL = LlamaConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn_dim=224, vocab=256)
 
@@ -123,9 +134,50 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
+def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
+    """Split every matrix over mesh["tp"]. Between layers, each rank has some tokens of every row.
+
+    Logits stay split, too: what calls the model is inside `torch.distributed.tensor.parallel.loss_parallel()`.
+    """
+    if model.config.kv_heads % mesh["tp"].size():
+        raise ValueError(f"{model.config.kv_heads} heads of keys and values for {mesh['tp'].size()} ranks")
+    tokens = Shard(1)
+    split = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
+    }
+    all_tokens = PrepareModuleInput(input_layouts=(tokens, None, None), desired_input_layouts=(Replicate(), None, None))
+    split_layer = {
+        "attention_norm": SequenceParallel(),
+        "attention": all_tokens,
+        **{f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")},
+        "attention.out": RowwiseParallel(output_layouts=tokens),
+        "ffn_norm": SequenceParallel(),
+        "ffn": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(Replicate(),)),
+        "ffn.gate": ColwiseParallel(),
+        "ffn.up": ColwiseParallel(),
+        "ffn.down": RowwiseParallel(output_layouts=tokens),
+    }
+    parallelize_module(model, mesh["tp"], split)
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], split_layer)
+    return model
+
+
 def llama3_8b(dtype: torch.dtype = torch.bfloat16) -> Llama:
     """8.03 billion parameters on the meta device."""
     return on_meta(LLAMA3_8B, dtype)
+
+
+def llama3_70b(dtype: torch.dtype = torch.bfloat16) -> Llama:
+    """70.6 billion parameters on the meta device."""
+    return on_meta(LLAMA3_70B, dtype)
+
+
+def llama3_405b(dtype: torch.dtype = torch.bfloat16) -> Llama:
+    """405.9 billion parameters on the meta device."""
+    return on_meta(LLAMA3_405B, dtype)
 
 
 def llama_small(dtype: torch.dtype = torch.bfloat16) -> Llama:

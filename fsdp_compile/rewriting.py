@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from .compiler.calls import generate, trace
@@ -24,10 +25,11 @@ from .module.decision import check_dense
 from .module.reading import reading_copy
 from .module.sharding import leeway_of, pipeline_of
 from .options import Options
-from .passes import metadata
+from .passes.metadata import Part
 from .planning.step_plans import Goal, Planner
 from .planning.strategies import WorldSize
 from .progress import phase
+from .runtime.groups import axes_of, check_mesh, part_of
 from .runtime.meta import check_traced_on, off_meta, untouched
 
 _MOST_RANKS = 2**31
@@ -76,7 +78,8 @@ def rewrite_for(
         traces: of this call, by these options for other strategies, ranks or hardware.
     """
     check_traced_on(device, model, (args, kwargs))
-    axes = _axes_of_size(world_size, options.strategy)
+    mesh = world_size if isinstance(world_size, DeviceMesh) else None
+    axes = _axes_of_size(world_size, options.strategy) if mesh is None else _axes_of_mesh(mesh, options.strategy)
     if isinstance(model, nn.Module) and (parts := sharded_parts(model)):
         raise ConfigError(
             f"rewrite takes a model that is not sharded, and {next(iter(parts))} is: look at its `graphs`"
@@ -92,7 +95,8 @@ def rewrite_for(
     placement = Placement(axes, options.reduction, policies, offload_from, dims)
     layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
     reshard = decision.with_shards(axes.shards.size).values()
-    parts_of_size = {size: metadata.Part(size, f"shard/{size}", 0) for size in reshard if not isinstance(size, bool)}
+    sizes = [size for size in reshard if not isinstance(size, bool)]
+    parts_of_size = {size: Part(size, f"shard/{size}", 0) if mesh is None else part_of(mesh, size) for size in sizes}
     schedule, names = decision.schedule, [unit.name for unit in decision.units]
     open_options = schedule, names, axes.shards.size, parts_of_size, schedule.collective_lowering != "packed"
     pipeline, plan = partial(pipeline_of, *open_options), None
@@ -119,8 +123,15 @@ def rewrite_for(
 def _axes_of_size(world_size: object, strategy: ShardingStrategy) -> Axes:
     sizes: Any = world_size if isinstance(world_size, tuple) and len(world_size) == 2 else (1, world_size)
     if not all(isinstance(size, int) and not isinstance(size, bool) and 0 < size < _MOST_RANKS for size in sizes):
-        raise ConfigError(f"world_size is a positive int (below 2**31) or a pair of them, not {world_size!r}")
+        raise ConfigError(
+            f"world_size is a positive int (below 2**31), a pair of them or a DeviceMesh, not {world_size!r}"
+        )
     everyone = Axis(sizes[0] * sizes[1], "shard" if sizes[0] == 1 else "world")
     if strategy is ShardingStrategy.NO_SHARD:
         return Axes(NO_AXIS, everyone, everyone)
     return Axes(Axis(sizes[1], "shard"), Axis(sizes[0], "replicate") if sizes[0] > 1 else NO_AXIS, everyone)
+
+
+def _axes_of_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> Axes:
+    check_mesh(mesh, strategy)
+    return axes_of(mesh, strategy, has_scalars=True)

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 MODEL = """
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 class Layer(nn.Module):
     def __init__(self):
@@ -35,6 +36,15 @@ def small():
 
 def inputs(batch, seq):
     return (torch.zeros(batch, seq, 64),)
+
+def parallelize(model, mesh):
+    for layer in model:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+def of_four(model, mesh):
+    if mesh["tp"].size() > 4:
+        raise ValueError("4 ranks at most")
+    parallelize(model, mesh)
 
 def of_width(width):
     return nn.Linear(width, width)
@@ -91,6 +101,41 @@ def test_auto_is_the_strategy_that_was_chosen(model, capsys):
     assert rows[1]["seconds"] < rows[0]["seconds"] and rows[3]["seconds"] == rows[2]["seconds"]
 
 
+def test_meshes_of_as_many_ranks_come_best_first(model, capsys):
+    """Rows of all ranks are the same; two ranks that split the model are neighbours, so that they share a node."""
+    arguments = [model, "--parallelize", "of_four", "--gpus", "16", "--seq", "128", "--hardware", "a100-80"]
+    rows = plan(capsys, *arguments, "--mesh", "auto", "--global-batch", "32")["plans"]
+    assert {(row["mesh"]["dp"], row["mesh"].get("tp"), row["batch"]) for row in rows} == {
+        (16, None, 2),
+        (8, 2, 4),
+        (4, 4, 8),
+    }
+    rates = [row["tokens_per_second_per_gpu"] for row in rows]
+    assert rates == sorted(rates, reverse=True)
+    by_split = {row["mesh"].get("tp"): row for row in rows}
+    assert [bool(row["model_collectives_seconds"]) for row in (by_split[None], by_split[2])] == [False, True]
+    shards = [by_split[split]["peak_bytes_by_category"]["shards"] for split in (None, 2, 4)]
+    biases = 4 * 4 * 64  # of `down`, which ranks that split the model have alike
+    assert shards == [shards[0], shards[0] + biases // 16, shards[0] + 3 * biases // 16]
+    same = plan(capsys, *arguments, "--mesh", "dp=8,tp=2", "--batch", "4")["plans"]
+    assert same == [by_split[2]]
+
+
+def test_what_a_mesh_leaves_out_is_said(model, capsys):
+    main(["plan", model, "--gpus", "16", "--mesh", "auto", "--parallelize", "of_four", "--global-batch", "8"])
+    said = capsys.readouterr()
+    assert "left out: 8 rows are no multiple of the ranks of dp=16" in said.err
+    assert "left out: dp=2,tp=8: ConfigError: of_four()" in said.err and "4 ranks at most" in said.err
+    assert "dp=8,tp=2" in said.out and "dp=4,tp=4" in said.out and "dp=16" not in said.out
+
+
+def test_hybrid_shards_are_ranks_of_a_node(model, capsys):
+    arguments = [model, "--gpus", "16", "--seq", "128", "--mesh", "dp=8,tp=2"]
+    rows = plan(capsys, *arguments, "--strategy", "FULL_SHARD", "HYBRID_SHARD")["plans"]
+    shards = {row["strategy"]: row["peak_bytes_by_category"]["shards"] for row in rows}
+    assert shards["HYBRID_SHARD"] == 2 * shards["FULL_SHARD"]
+
+
 def test_what_does_not_fit_is_marked(model, capsys, tmp_path):
     small = dataclasses.replace(find_hardware("h100"), name="small", memory=1 << 20)
     profile = tmp_path / "small.json"
@@ -116,6 +161,13 @@ def test_what_does_not_fit_is_marked(model, capsys, tmp_path):
         (["{path}:small", "--hardware", "k80"], "'k80' is neither a file nor one of"),
         (["{path}:small", "--gpus", "12", "--strategy", "HYBRID_SHARD"], "12 is no multiple of 8"),
         (["{path}:small", "--gpus", "0"], "world_size is a positive int"),
+        (
+            ["{path}:small", "--mesh", "dp=4,tp"],
+            "or sizes of dp and tp, as in dp=32,tp=8; not 'dp=4,tp'",
+        ),
+        (["{path}:small", "--mesh", "tp=4,dp=2"], "--mesh is auto, .* not 'tp=4,dp=2'"),
+        (["{path}:small", "--mesh", "dp=4,tp=2", "--parallelize", "split"], "has no function 'split'"),
+        (["{path}:small", "--mesh", "dp=1,tp=8", "--parallelize", "of_four"], r"of_four\(\), which splits .* 4 ranks"),
     ],
 )
 def test_errors_are_one_line(model, arguments, message):

@@ -78,7 +78,23 @@ def _add_plan(commands: Any) -> None:
         help="of the same file: (batch, seq) to the arguments of the model (default: inputs)",
     )
     plan.add_argument("--gpus", type=int, nargs="+", default=[8], metavar="N", help="+ ranks (default: 8)")
-    plan.add_argument("--batch", type=int, nargs="+", default=[1], metavar="N", help="+ rows of a rank (default: 1)")
+    plan.add_argument(
+        "--mesh",
+        nargs="+",
+        default=[],
+        metavar="SIZES",
+        help="+ dp=32,tp=8 in place of --gpus: ranks with rows of their own, and neighbours that split the model; auto "
+        "is every such mesh of --gpus within nodes. The best come first",
+    )
+    plan.add_argument(
+        "--parallelize",
+        default="parallelize",
+        metavar="FUNCTION",
+        help="of the same file: (model, mesh) splits the model over mesh['tp'] (default: parallelize)",
+    )
+    rows = plan.add_mutually_exclusive_group()
+    rows.add_argument("--batch", type=int, nargs="+", default=[1], metavar="N", help="+ rows of a rank (default: 1)")
+    rows.add_argument("--global-batch", type=int, metavar="N", help="rows of all ranks in a step")
     plan.add_argument("--seq", type=int, default=2048, metavar="N", help="tokens of a row (default: 2048)")
     plan.add_argument(
         "--strategy",

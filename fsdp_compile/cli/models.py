@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import inspect
 import sys
@@ -12,30 +13,53 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CaptureError, ConfigError, one_line
 
 
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """What a file of the user's has.
+
+    Attributes:
+        make_model, make_inputs: as the options `model` and `--inputs` say.
+        parallelize: splits the model over the other dimensions of a mesh, as `--parallelize` says; None without meshes.
+    """
+
+    make_model: Callable[[], Any]
+    make_inputs: Callable[[int, int], Any]
+    parallelize: Callable[[torch.nn.Module, DeviceMesh], Any] | None = None
+
+
 def made_on_meta(
-    make_model: Callable[[], Any], make_inputs: Callable[[int, int], Any], batch: int, options: argparse.Namespace
+    functions: Functions, batch: int, options: argparse.Namespace, mesh: DeviceMesh | None = None
 ) -> tuple[torch.nn.Module, Sequence[Any]]:
-    """The model and its arguments on the meta device, where it has been called with them once."""
+    """The model and its arguments on the meta device, where it has been called with them once.
+
+    Args:
+        mesh: that it is split over afterwards; None for a model that every rank has.
+    """
     with torch.device("meta"):
         with _naming(f"{options.model}()"):
-            model = make_model()
+            model = functions.make_model()
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"{options.model}() returns a model, not {type(model).__name__}")
         call = f"{options.inputs}({batch}, {options.seq})"
         with _naming(call):
-            inputs = make_inputs(batch, options.seq)
+            inputs = functions.make_inputs(batch, options.seq)
         if not isinstance(inputs, (tuple, list)):
             raise ConfigError(f"{call} returns the arguments of the model as a tuple, not {type(inputs).__name__}")
         with _naming(f"the model, called with what {call} returned,"), torch.no_grad():
             model(*inputs)
+    if mesh is not None and functions.parallelize is not None:
+        with _naming(f"{options.parallelize}(), which splits the model over {mesh.mesh_dim_names},"):
+            split = functions.parallelize(model, mesh)
+        model = model if split is None else split
     return model, inputs
 
 
-def load(target: str, inputs: str) -> tuple[Callable[[], Any], Callable[[int, int], Any]]:
+def load(target: str, inputs: str, parallelize: str | None = None) -> Functions:
     path, _, name = target.rpartition(":")
     if not path:
         raise ConfigError(f"{target!r} is no FILE:FUNCTION: say which function of the file returns the model")
@@ -48,11 +72,12 @@ def load(target: str, inputs: str) -> tuple[Callable[[], Any], Callable[[int, in
     sys.path.insert(0, str(Path(path).parent))
     with _naming(f"{path}, which is run for its functions,"):
         spec.loader.exec_module(module)
-    for wanted in (name, inputs):
+    names = [name, inputs] if parallelize is None else [name, inputs, parallelize]
+    for wanted in names:
         if not callable(getattr(module, wanted, None)):
             functions = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
             raise ConfigError(f"{path} has no function {wanted!r}; it has {functions}")
-    return getattr(module, name), getattr(module, inputs)
+    return Functions(*(getattr(module, wanted) for wanted in names))
 
 
 @contextmanager

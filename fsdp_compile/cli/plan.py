@@ -7,85 +7,158 @@ import dataclasses
 import itertools
 import json
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from ..checks import is_auto
 from ..costs.hardware import Hardware, find_hardware
 from ..costs.predict import Prediction, predict
-from ..errors import ConfigError
+from ..errors import CaptureError, ConfigError, one_line
 from ..options import Options
 from ..planning.step_plans import Goal
-from ..planning.strategies import best_strategy, candidates
+from ..planning.strategies import WorldSize, best_strategy, candidates
 from ..report import Schedule, page
 from ..rewriting import Rewriter
-from .models import load, made_on_meta
+from .meshes import MeshSizes, dims_of_groups, mesh_of_fakes, mesh_text, named_meshes, notes_on_meshes
+from .models import Functions, load, made_on_meta
 
 _GIB = 2**30
-_WIDTH = 110  # columns that the table needs
+_WIDTH, _WIDTH_OF_MESHES = 110, 130  # columns that the table needs
 
 
 def plan(options: argparse.Namespace) -> None:
-    make_model, make_inputs = load(options.model, options.inputs)
     hardware = find_hardware(options.hardware)
-    rows, schedules, reasons = [], [], []
+    steps = list(_steps(options, hardware))
+    is_split = any(step.mesh.others for step in steps)
+    functions = load(options.model, options.inputs, options.parallelize if is_split else None)
+    rows, schedules, notes = [], [], []
     rewriters: dict[int, Rewriter] = {}
-    for gpus, batch, strategy in itertools.product(options.gpus, options.batch, options.strategy):
-        print(f"planning {gpus} GPUs, {batch} x {options.seq} tokens each, {strategy}", file=sys.stderr)
-        if batch not in rewriters:
-            model, inputs = made_on_meta(make_model, make_inputs, batch, options)
-            rewriters[batch] = Rewriter(model, tuple(inputs), {}, Options(collective_lowering=options.lowering))
-        if is_auto(strategy):
-            goal = Goal(hardware, None, "inductor")
-            rewrites = candidates(rewriters[batch], gpus, goal, hardware.ranks_per_node)
-            choice = best_strategy(rewrites, goal, optimizer=options.optimizer)
-            graphs, strategy = choice.graphs, choice.strategy.name
-            reasons.append(choice.reason)
-        else:
-            world_size = _world_size(gpus, strategy, hardware)
-            graphs = rewriters[batch](world_size=world_size, sharding_strategy=ShardingStrategy[strategy])
-        prediction = predict(graphs, hardware, optimizer=options.optimizer)
-        rows.append(_row(prediction, gpus, batch, options.seq, strategy))
-        if options.html:
-            title = f"{gpus} GPUs, {batch} x {options.seq} tokens each, {strategy}, on {hardware.name}"
-            schedules.append(dataclasses.replace(Schedule.of(prediction), title=title))
+    for step in steps:
+        print(f"planning {step}, {options.seq} tokens a row", file=sys.stderr)
+        with step.ranks(hardware) as (root, world_size), _leaving_out(step):
+            if root is not None or step.batch not in rewriters:
+                rewriters[step.batch] = _rewriter(functions, step, options, root)
+            prediction, chosen, reason = _predicted(step, rewriters[step.batch], world_size, hardware, options)
+            rows.append(_row(prediction, chosen, options.seq, {} if root is None else dims_of_groups(root)))
+            notes += [reason] if reason else []
+            if options.html:
+                title = f"{chosen}, {options.seq} tokens a row, on {hardware.name}"
+                schedules.append(dataclasses.replace(Schedule.of(prediction), title=title))
+    if options.mesh:
+        rows.sort(key=lambda row: (row["gpus"], not row["fits"], -row["tokens_per_second_per_gpu"]))
+        notes += notes_on_meshes(rows)
     if options.html:
         Path(options.html).write_text(page(schedules))
     if options.json:
         print(json.dumps({"hardware": hardware.name, "digest": hardware.digest, "plans": rows}, indent=2))
     else:
         console = Console()
-        console.width = max(console.width, _WIDTH)
+        console.width = max(console.width, _WIDTH_OF_MESHES if options.mesh else _WIDTH)
         console.print(_table(rows, hardware))
-        for reason in reasons:
-            console.print(reason)
+        for note in notes:
+            console.print(note)
 
 
-def _world_size(gpus: int, strategy: str, hardware: Hardware) -> int | tuple[int, int]:
-    if strategy != "HYBRID_SHARD":
-        return gpus
-    if gpus % hardware.ranks_per_node:
-        raise ConfigError(f"HYBRID_SHARD needs whole nodes: {gpus} is no multiple of {hardware.ranks_per_node} ranks")
-    return gpus // hardware.ranks_per_node, hardware.ranks_per_node
+@contextmanager
+def _leaving_out(step: _Step) -> Iterator[None]:
+    """Inside, a mesh that nobody named, and that the model cannot be split over, is left out with a line."""
+    try:
+        yield
+    except (ConfigError, CaptureError) as e:
+        if not step.is_auto:
+            raise
+        print(f"left out: {step.mesh}: {one_line(e)}", file=sys.stderr)
 
 
-def _row(prediction: Prediction, gpus: int, batch: int, seq: int, strategy: str) -> dict[str, Any]:
-    peak = prediction.memory.peak
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What a row of the table is about.
+
+    Attributes:
+        batch: rows of a rank of the data dimension.
+        is_on_mesh: whether it is one of several meshes.
+        is_auto: whether that is of "auto", so that nobody named it.
+    """
+
+    mesh: MeshSizes
+    batch: int
+    strategy: str
+    is_on_mesh: bool = False
+    is_auto: bool = False
+
+    def __str__(self) -> str:
+        where = f" ({self.mesh})" if self.is_on_mesh else ""
+        return f"{self.mesh.num_ranks} GPUs{where}, batch {self.batch}, {self.strategy}"
+
+    def ranks(self, hardware: Hardware) -> AbstractContextManager[tuple[DeviceMesh | None, WorldSize]]:
+        """The mesh of all ranks, where the user gave one, and the ranks to shard over, as `rewrite` takes them."""
+        gpus, shards = self.mesh.num_ranks, None
+        if self.strategy == "HYBRID_SHARD":
+            if gpus % hardware.ranks_per_node:
+                ranks = f"{hardware.ranks_per_node} ranks"
+                raise ConfigError(f"HYBRID_SHARD needs whole nodes: {gpus} is no multiple of {ranks}")
+            shards = max(1, hardware.ranks_per_node * self.mesh.data // gpus)
+        if self.is_on_mesh:
+            return mesh_of_fakes(self.mesh, shards)
+        return nullcontext((None, gpus if shards is None else (gpus // shards, shards)))
+
+
+def _steps(options: argparse.Namespace, hardware: Hardware) -> Iterator[_Step]:
+    meshes = [MeshSizes(gpus) for gpus in options.gpus]
+    if options.mesh:
+        meshes = named_meshes(options.mesh, options.gpus, hardware.ranks_per_node)
+    for mesh in meshes:
+        batches = options.batch
+        if options.global_batch is not None:
+            batches = mesh.batches(options.global_batch)
+        if not batches:
+            print(f"left out: {options.global_batch} rows are no multiple of the ranks of {mesh}", file=sys.stderr)
+        for batch, strategy in itertools.product(batches, options.strategy):
+            yield _Step(mesh, batch, strategy, bool(options.mesh), "auto" in options.mesh)
+
+
+def _rewriter(functions: Functions, step: _Step, options: argparse.Namespace, root: DeviceMesh | None) -> Rewriter:
+    model, inputs = made_on_meta(functions, step.batch, options, root if step.mesh.others else None)
+    return Rewriter(model, tuple(inputs), {}, Options(collective_lowering=options.lowering))
+
+
+def _predicted(
+    step: _Step, rewriter: Rewriter, world_size: WorldSize, hardware: Hardware, options: argparse.Namespace
+) -> tuple[Prediction, _Step, str]:
+    """Of a step, which may leave the strategy open, with that decided, and why it was decided so."""
+    reason = ""
+    if is_auto(step.strategy):
+        goal = Goal(hardware, None, "inductor")
+        rewrites = candidates(rewriter, world_size, goal, hardware.ranks_per_node)
+        choice = best_strategy(rewrites, goal, optimizer=options.optimizer)
+        graphs, step, reason = choice.graphs, dataclasses.replace(step, strategy=choice.strategy.name), choice.reason
+    else:
+        graphs = rewriter(world_size=world_size, sharding_strategy=ShardingStrategy[step.strategy])
+    return predict(graphs, hardware, optimizer=options.optimizer), step, reason
+
+
+def _row(prediction: Prediction, step: _Step, seq: int, dims: Mapping[str, str]) -> dict[str, Any]:
+    peak, mesh = prediction.memory.peak, step.mesh
     return {
-        "gpus": gpus,
-        "batch": batch,
+        "gpus": mesh.num_ranks,
+        "mesh": mesh.by_name if step.is_on_mesh else None,
+        "batch": step.batch,
         "seq": seq,
-        "strategy": strategy,
+        "strategy": step.strategy,
         "seconds": prediction.seconds,
-        "tokens_per_second_per_gpu": batch * seq / prediction.seconds,
+        "tokens_per_second_per_gpu": step.batch * seq * mesh.data / mesh.num_ranks / prediction.seconds,
         "model_flops_utilisation": prediction.utilisation,
         "exposed_seconds": prediction.exposed,
+        "model_collectives_seconds": prediction.model_collectives,
         "lower_bound_seconds": prediction.lower_bound,
-        "binds": prediction.binds,
+        "binds": dims.get(prediction.binds, prediction.binds),
         "peak_bytes": peak.total,
         "peak_bytes_by_category": dict(peak.held),
         "fits": peak.total <= prediction.hardware.memory,
@@ -96,21 +169,29 @@ def _table(rows: list[dict[str, Any]], hardware: Hardware) -> Table:
     table = Table(
         title=f"A step on {hardware.name}; ms, tokens/s of a GPU; '!' is more than its {hardware.memory / _GIB:.0f} GiB"
     )
-    for heading in ("GPUs", "batch", "strategy", "ms", "tokens/s", "MFU", "exposed", "bound", "by", "GiB"):
-        table.add_column(heading, justify="left" if heading in ("strategy", "by") else "right", no_wrap=True)
+    has_meshes = any(row["mesh"] for row in rows)
+    on_mesh = ["mesh"] if has_meshes else []
+    headings = ["GPUs", *on_mesh, "batch", "strategy", "ms", "tokens/s", "MFU", "exposed", "bound", "by", "GiB"]
+    if has_meshes:
+        headings.insert(headings.index("bound"), "of model")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("mesh", "strategy", "by") else "right", no_wrap=True)
     for row in rows:
         gib = row["peak_bytes"] / _GIB
         peak = f"{gib:.1f}" if gib >= 1 else f"{gib:.2g}"
-        table.add_row(
-            str(row["gpus"]),
-            str(row["batch"]),
-            row["strategy"],
-            f"{row['seconds'] * 1e3:.1f}",
-            f"{row['tokens_per_second_per_gpu']:.0f}",
-            f"{row['model_flops_utilisation']:.1%}",
-            f"{row['exposed_seconds'] * 1e3:.1f}",
-            f"{row['lower_bound_seconds'] * 1e3:.1f}",
-            row["binds"],
-            peak if row["fits"] else f"[bold red]{peak}![/]",
-        )
+        cells = {
+            "GPUs": str(row["gpus"]),
+            "mesh": mesh_text(row["mesh"]) if row["mesh"] else "",
+            "batch": str(row["batch"]),
+            "strategy": row["strategy"],
+            "ms": f"{row['seconds'] * 1e3:.1f}",
+            "tokens/s": f"{row['tokens_per_second_per_gpu']:.0f}",
+            "MFU": f"{row['model_flops_utilisation']:.1%}",
+            "exposed": f"{row['exposed_seconds'] * 1e3:.1f}",
+            "of model": f"{row['model_collectives_seconds'] * 1e3:.1f}",
+            "bound": f"{row['lower_bound_seconds'] * 1e3:.1f}",
+            "by": row["binds"],
+            "GiB": peak if row["fits"] else f"[bold red]{peak}![/]",
+        }
+        table.add_row(*(cells[heading] for heading in headings))
     return table

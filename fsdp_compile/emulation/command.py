@@ -44,8 +44,7 @@ def main() -> None:
 
 
 def _build(options: argparse.Namespace) -> None:
-    make_model, make_inputs = load(options.model, options.inputs)
-    model, inputs = made_on_meta(make_model, make_inputs, options.batch, options)
+    model, inputs = made_on_meta(load(options.model, options.inputs), options.batch, options)
     hardware = find_hardware(options.hardware)
     begun = time.perf_counter()
     program = build(model, tuple(inputs), {}, options_of(options), options.gpus)

@@ -24,7 +24,7 @@ from ..runtime.agreement import agreement_of
 from ..runtime.comparison import Line
 from .step_plans import Goal
 
-WorldSize = int | tuple[int, int]
+WorldSize = int | tuple[int, int] | DeviceMesh
 
 _SIMPLE = 1.01  # strategies within this factor are as fast as each other; then the simpler one is better
 _IN_ORDER = (  # from the simplest
@@ -66,7 +66,7 @@ def candidates(
 
     Args:
         rewrite: takes `world_size`, `sharding_strategy` and `hardware`.
-        world_size: a pair (replicas, ranks to shard over) is the same for every strategy.
+        world_size: a pair (replicas, ranks to shard over) or a mesh is the same for every strategy.
         ranks_per_node: that hybrid sharding shards over; None for no hybrid sharding.
     """
     sizes: dict[ShardingStrategy, WorldSize] = dict.fromkeys(_IN_ORDER[:3], world_size)

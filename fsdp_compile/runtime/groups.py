@@ -101,20 +101,28 @@ def _check_arguments(mesh: object, process_group: object, strategy: ShardingStra
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh is a DeviceMesh, not {type(mesh).__name__}")
     if isinstance(mesh, DeviceMesh):
-        _check_dimensions(mesh)
+        check_mesh(mesh, strategy)
     groups = [] if process_group is None else _listed(process_group)
     if (isinstance(process_group, (tuple, list)) and len(groups) != 2) or not all(
         isinstance(group, dist.ProcessGroup) for group in groups
     ):
         raise ConfigError("process_group is a ProcessGroup, or a pair of them (shard, replicate)")
-    is_hybrid = len(groups) == 2 if mesh is None else isinstance(mesh, DeviceMesh) and mesh.ndim == 2
-    if strategy in _HYBRID and (mesh is not None or process_group is not None) and not is_hybrid:
+    if process_group is not None and len(groups) != 2:
+        _check_strategy(strategy)
+
+
+def _check_strategy(strategy: ShardingStrategy) -> None:
+    """Of a mesh or a group with one dimension."""
+    if strategy in _HYBRID:
         raise ConfigError(
             f"{strategy.name} needs a mesh of two dimensions (replicate, shard) or a pair of process groups"
         )
 
 
-def _check_dimensions(mesh: DeviceMesh) -> None:
+def check_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> None:
+    """Raise ConfigError for a mesh that nothing is sharded over, or not by this strategy."""
+    if mesh.ndim == 1:
+        _check_strategy(strategy)
     if mesh.ndim > 2:
         raise ConfigError(f"mesh has {mesh.ndim} dimensions; one (shard) or two (replicate, shard) are supported")
     for name in mesh.mesh_dim_names or ():

@@ -10,7 +10,7 @@ from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_compile import fsdp_compile
+from fsdp_compile import ConfigError, fsdp_compile, rewrite
 from fsdp_compile.costs.collectives import Ring, all_gather, all_reduce, all_to_all, broadcast
 from fsdp_compile.costs.memory import memory_of
 from fsdp_compile.costs.model_collectives import ModelCollective
@@ -58,6 +58,25 @@ def test_what_is_sharded_over_every_second_rank_goes_through_its_own_part_of_the
     work = Work.of(graphs, compiler="inductor")
     assert list(rings_of(work, two_nodes).values()) == [Ring(2, 1)]
     assert {kernel.seconds(two_nodes) for kernel in kernels(work)} == {kernels(work)[0].seconds(SMALL)}
+
+
+def test_a_mesh_that_is_rewritten_for_has_the_rings_of_its_ranks(four_ranks):
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    two_nodes = dataclasses.replace(SMALL, ranks_per_node=2)
+    found = rewrite(split_model(root["tp"]), x, world_size=root["dp"])
+    of_neighbours = rewrite(split_model(root["tp"]), x, world_size=2)
+    works = [Work.of(each, compiler="inductor") for each in (found, of_neighbours)]
+    assert [[*rings_of(work, two_nodes).values()] for work in works] == [[Ring(2, 1)], [Ring(2, 2)]]
+
+
+@pytest.mark.parametrize(
+    "sizes, names, message",
+    [((2, 2), ("dp", "tp"), "of which 'tp' is for ranks that split a model"), ((1, 2, 2), None, "3 dimensions")],
+)
+def test_a_mesh_that_nothing_is_sharded_over(four_ranks, sizes, names, message):
+    with pytest.raises(ConfigError, match=message):
+        rewrite(nn.Linear(4, 4), torch.ones(4), world_size=init_device_mesh("cpu", sizes, mesh_dim_names=names))
 
 
 def test_what_is_received_is_in_memory_once(graphs):

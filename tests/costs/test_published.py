@@ -36,7 +36,7 @@ ROW = dataclasses.replace(
 @pytest.fixture(scope="module")
 def graphs():
     """With every layer checkpointed."""
-    return published.graphs_of(ROW)
+    return published.graphs_of(ROW, None, ROW.gpus)
 
 
 def attention_flops(graph):
@@ -73,7 +73,7 @@ def test_without_a_compiler_an_operator_is_one_kernel(graphs):
 def test_checkpointing_takes_time_and_saves_memory(graphs):
     checkpointed = published.result_of(ROW, graphs)
     row = dataclasses.replace(ROW, checkpointing="none")
-    plain = published.result_of(row, published.graphs_of(row))
+    plain = published.result_of(row, published.graphs_of(row, None, row.gpus))
     assert checkpointed.prediction.flops > plain.prediction.flops
     assert checkpointed.prediction.model_flops == pytest.approx(plain.prediction.model_flops, rel=1e-3)
     held = [result.prediction.memory.peak.held["activations"] for result in (checkpointed, plain)]

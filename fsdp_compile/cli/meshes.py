@@ -1,0 +1,128 @@
+"""The meshes that `fsdp-compile plan --mesh` compares, on a process group of ranks that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from ..costs.predict import bytes_text, time_text
+from ..errors import ConfigError
+
+_OTHERS = ("tp",)
+_SIZE = re.compile(r"(\w+)=([1-9]\d*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSizes:
+    """How many ranks each dimension of a mesh has.
+
+    Attributes:
+        data: ranks with rows of their own, which parameters are sharded over.
+        others: by name, without those of one rank. The ranks of the last one are neighbours.
+    """
+
+    data: int
+    others: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, text: str) -> MeshSizes:
+        """As in "dp=32,tp=8"; ConfigError for another text."""
+        matches = [_SIZE.fullmatch(part) for part in text.split(",")]
+        sizes = {match[1]: int(match[2]) for match in matches if match is not None}
+        if len(sizes) < len(matches) or next(iter(sizes)) != "dp" or not set(sizes) <= {"dp", *_OTHERS}:
+            raise ConfigError(f"--mesh is auto, or sizes of dp and tp, as in dp=32,tp=8; not {text!r}")
+        data = sizes.pop("dp")
+        return cls(data, {name: size for name, size in sizes.items() if size > 1})
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data * math.prod(self.others.values())
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        return {"dp": self.data, **self.others}
+
+    def batches(self, global_batch: int) -> list[int]:
+        """Rows of a data rank where all have as many; nothing otherwise."""
+        return [] if global_batch % self.data else [global_batch // self.data]
+
+    def __str__(self) -> str:
+        return mesh_text(self.by_name)
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """As `MeshSizes.of` reads it."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def named_meshes(texts: Sequence[str], gpus: Sequence[int], ranks_per_node: int) -> list[MeshSizes]:
+    """What `--mesh` names. "auto" is every mesh of so many GPUs whose tensor parallelism stays within a node."""
+    found = []
+    for text in texts:
+        if text != "auto":
+            found.append(MeshSizes.of(text))
+            continue
+        splits = [size for size in range(1, ranks_per_node + 1) if ranks_per_node % size == 0]
+        pairs = itertools.product(gpus, splits)
+        found += [MeshSizes.of(f"dp={all_ranks // tp},tp={tp}") for all_ranks, tp in pairs if all_ranks % tp == 0]
+    return found
+
+
+@contextmanager
+def mesh_of_fakes(sizes: MeshSizes, shards: int | None) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
+    """The mesh, and its part that parameters are sharded over; this process takes the place of its first rank.
+
+    The group is torch's "fake" one, which sends nothing. A loss of logits that are split is computed in parts
+    (torch's `loss_parallel`).
+
+    Args:
+        shards: of the data ranks, how many share the parameters, which the others have copies of; None for all.
+    """
+    if dist.is_initialized():
+        raise ConfigError("--mesh needs a process group of its own, and the file has initialised one")
+    data = {"dp": sizes.data} if shards is None else {"dp_replicate": sizes.data // shards, "dp_shard": shards}
+    dims = {**data, **sizes.others}
+    dist.init_process_group("fake", rank=0, world_size=sizes.num_ranks)
+    try:
+        root = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+        with loss_parallel() if sizes.others else nullcontext():
+            yield root, root[tuple(data)]
+    finally:
+        dist.destroy_process_group()
+
+
+def dims_of_groups(root: DeviceMesh) -> dict[str, str]:
+    """The names of the mesh's dimensions, by those of their process groups."""
+    return {root.get_group(dim).group_name: dim for dim in root.mesh_dim_names or ()}
+
+
+def notes_on_meshes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each number of GPUs, a sentence on what tensor parallelism wins or loses; best rows come first."""
+    found = []
+    for gpus, of_gpus in itertools.groupby(rows, key=lambda row: row["gpus"]):
+        best, *others = of_gpus
+        is_split = "tp" in best["mesh"]
+        other = next((row for row in others if ("tp" in row["mesh"]) != is_split), None)
+        if other is not None:
+            found.append(f"{gpus} GPUs: {_text(best)}; {_text(other)}.")
+    return found
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    waits, own, all_seconds = row["exposed_seconds"], row["model_collectives_seconds"], row["seconds"]
+    parts = [f"waits for gathers and reductions for {waits / all_seconds:.0%} of its {time_text(all_seconds)}"]
+    if own:
+        parts.append(f"spends {own / all_seconds:.0%} of it on collectives of tensor parallelism")
+    if not row["fits"]:
+        parts.append(f"does not fit with {bytes_text(row['peak_bytes'])}")
+    speed = f"{row['tokens_per_second_per_gpu']:.0f} tokens/s"
+    return f"{mesh_text(row['mesh'])} ({row['strategy']}, {speed}) " + ", ".join(parts)
