@@ -19,6 +19,7 @@ PASSES = (
     "merge_gradients",
     "merge_all_reduces",
     "partition_joint",
+    "overlap_model_collectives",
     "insert_all_gather",
     "insert_reduce_scatter",
     "insert_free",

@@ -3,9 +3,9 @@
 What runs on which graph::
 
     joint graph          merge_unshards, commute_casts, merge_gradients, merge_all_reduces, partition_joint
-    forward, backward    insert_reduce_scatter, insert_all_gather, insert_free, prefetch_all_gather,
-                         delay_reduce_scatter_wait, overlap_copies, the user's passes, end_lives, compute_early,
-                         lower_collectives, pin_matmuls
+    forward, backward    overlap_model_collectives, insert_reduce_scatter, insert_all_gather, insert_free,
+                         prefetch_all_gather, delay_reduce_scatter_wait, overlap_copies, the user's passes, end_lives,
+                         compute_early, lower_collectives, pin_matmuls
     backward             update_in_backward, behind overlap_copies, where an optimizer steps in the backward
 
 A graph without a backward (no_grad, inference) runs through both rows, but for partition_joint. What Inductor
@@ -35,6 +35,7 @@ from .merge_all_reduces import MergeAllReduces
 from .merge_gradients import MergeGradients
 from .merge_unshards import MergeUnshards
 from .overlap_copies import OverlapCopies
+from .overlap_model_collectives import OverlapModelCollectives
 from .partition_joint import PartitionJoint
 from .pin_matmuls import PinMatmuls
 from .plan import Gather, PrefetchList, StepPlan
@@ -106,6 +107,7 @@ class Pipeline:
         ) -> tuple[Pass, ...]:
             late = min(distance, 1) if reductions is None else reductions
             return (
+                OverlapModelCollectives(),
                 InsertReduceScatter(grouped),
                 InsertAllGather(grouped, gathers),
                 InsertFree(),

@@ -1,7 +1,8 @@
 """Collectives that the model calls itself, such as those of tensor parallelism: which they are, and what they take.
 
-DTensor waits for each of them where it starts. Compute stands still meanwhile, so each is priced as a kernel, by the
-ring of its process group (`collectives.py`); what is gathered and reduced beside it does not slow it down.
+DTensor waits for each of them where it starts, and compute stands still meanwhile. Each is priced as a kernel, by the
+ring of its process group (`collectives.py`), less what is computed before its wait, where a pass
+(`passes/overlap_model_collectives.py`) moves that. What is gathered and reduced beside it does not slow it down.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.fx
 from ..passes import ops
 from ..runtime.groups import ranks_of_group
 from . import collectives
+from .arithmetic import largest
 from .collectives import Ring
 from .hardware import Hardware
 
@@ -63,3 +65,14 @@ class ModelCollective:
             return 0.0
         ring = Ring.of_axis(len(self.ranks), self.ranks[1] - self.ranks[0], hardware)
         return _PRICE.get(self.operator, collectives.broadcast)(num_bytes, ring, hardware)
+
+
+def shown(alone: float, computed: float, hardware: Hardware) -> float:
+    """How much longer a step takes with a collective that takes `alone` seconds, and `computed` seconds run beside it.
+
+        max(alone - computed, (1 - 1 / c) alone)
+
+    The first is what is not done after that, the second how much slower that is meanwhile (`Hardware.contention`, c).
+    """
+    seconds: float = largest(alone - computed, (1 - 1 / hardware.contention) * alone)
+    return seconds

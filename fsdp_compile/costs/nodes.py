@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,7 @@ from ..passes import analysis, ops
 from ..runtime.shapes import is_symbolic, traced_shape
 from .arithmetic import largest
 from .hardware import Hardware
-from .model_collectives import ModelCollective
+from .model_collectives import ModelCollective, shown
 
 Compiler = Literal["inductor", "aot_eager", "eager"]
 """What makes kernels of the graph: Inductor fuses light operators; "aot_eager" has a kernel for each node, and "eager",
@@ -82,6 +82,7 @@ class Kernel:
         dtype: what it computes in.
         num_bytes: read from memory and written to it; of a collective, its input's or its output's, the more.
         collective: what it is, if it is one of the model's own.
+        beside: of such a one, the kernels that are computed before it is waited for.
     """
 
     nodes: tuple[torch.fx.Node, ...]
@@ -90,10 +91,14 @@ class Kernel:
     dtype: torch.dtype
     num_bytes: float
     collective: ModelCollective | None = None
+    beside: tuple[Kernel, ...] = ()
 
     def seconds(self, hardware: Hardware) -> float:
+        """How long this takes; a collective, by how much what is computed beside it takes longer than alone."""
         if self.collective is not None:
-            return self.collective.seconds(self.num_bytes, hardware)
+            alone = self.collective.seconds(self.num_bytes, hardware)
+            computed = sum(kernel.seconds(hardware) for kernel in self.beside)
+            return shown(alone, computed, hardware) if self.beside else alone
         factor = hardware.attention_factor if any(map(_is_attention, self.nodes)) else 1
         arithmetic = self.flops * factor / hardware.flops_of(self.dtype)
         seconds: float = largest(arithmetic, self.num_bytes / hardware.memory_bandwidth)
@@ -121,7 +126,27 @@ def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
         else:
             groups.append([node])
         can_join = is_joining
-    return [_kernel(group, compiler) for group in groups]
+    kernels = [_kernel(group, compiler) for group in groups]
+    position = analysis.positions(graph)
+    return [_with_beside(kernel, kernels, position) for kernel in kernels]
+
+
+def _with_beside(kernel: Kernel, kernels: Sequence[Kernel], position: Mapping[torch.fx.Node, int]) -> Kernel:
+    """The kernel itself; if it is a collective of the model, with those that are computed while it runs."""
+    if kernel.collective is None or not (waits := _waits_of(kernel.nodes[0])):
+        return kernel
+    begin, end = position[kernel.nodes[0]], min(position[wait] for wait in waits)
+    beside = (each for each in kernels if each.collective is None and begin < position[each.nodes[-1]] < end)
+    return dataclasses.replace(kernel, beside=tuple(beside))
+
+
+def _waits_of(collective: torch.fx.Node) -> list[torch.fx.Node]:
+    return [wait for result in results(collective) for wait in filter(ops.is_functional_wait, result.users)]
+
+
+def waited_for(collective: torch.fx.Node) -> torch.fx.Node:
+    """The first wait for a collective of the model; itself where there is none."""
+    return next(iter(_waits_of(collective)), collective)
 
 
 def _is_fused_with(previous: torch.fx.Node, node: torch.fx.Node, compiler: Compiler) -> bool:

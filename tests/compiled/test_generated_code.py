@@ -15,10 +15,13 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_compile import fsdp_compile
 from fsdp_compile.compiler.inductor_options import KEEP_SCHEDULE
 from fsdp_compile.passes import ops
+from tests.distributed.test_tensor_parallel import SEQUENCE, WIDTH, Block, Net, by_sequence
 from tests.models import build
 from tests.passes.tiny import Checkpointed
 
@@ -263,8 +266,21 @@ def lives_of_gathers(graph):
 @pytest.mark.parametrize("lowering", ["packed", "grouped"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_buffers_in_flight_are_left_alone(lowering, prefetch):
+    assert_leaves_alone(*generated(lowering, prefetch))
+
+
+def test_collectives_of_the_model_run_beside_matmuls_and_are_left_alone():
+    """With sequence parallelism (tests/test_composition_graphs.py has such a schedule)."""
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = fsdp_compile(by_sequence(Net(), root["tp"]), root["dp"], auto_wrap_policy=ModuleWrapPolicy({Block}))
+    x = torch.randn(2, SEQUENCE, WIDTH, requires_grad=True)
+    _, codes = run_fw_bw_and_get_code(lambda: model(x))
+    assert_keeps_the_order(model.graphs[0], codes)
+    assert_leaves_alone(model.graphs[0], codes)
+
+
+def assert_leaves_alone(graphs, codes):
     """From its start to its wait, what a collective reads is not let go of, and what it fills is not touched."""
-    graphs, codes = generated(lowering, prefetch)
     num_checked = 0
     for code in codes:
         lines = [line.strip() for line in code[code.index("def call(") :].splitlines()]
@@ -290,9 +306,9 @@ def test_buffers_in_flight_are_left_alone(lowering, prefetch):
 
 def buffers_of_collective(lines, start):
     """The buffers that a collective fills, and those that it reads."""
-    result, _, call = lines[start].partition(" = ")
-    read = set(re.findall(r"\b(?:buf|primals_|tangents_)\d+\b", call))
-    filled = {result}
+    result, _, call = lines[start].rpartition(" = ")
+    named = re.findall(r"\b(?:buf|primals_|tangents_)\d+\b", call)
+    read, filled = set(named), {result or named[0]}  # one without a result works in place
     for other in lines[start + 1 :]:
         part = re.match(r"(buf\d+) = (buf\d+)(?:\[\d+\])?(?:;|$| )", other)
         if part and part[2] in filled and "wait_tensor" not in other:

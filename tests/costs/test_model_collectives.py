@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp_compile import ConfigError, fsdp_compile, rewrite
 from fsdp_compile.costs.collectives import Ring, all_gather, all_reduce, all_to_all, broadcast
 from fsdp_compile.costs.memory import memory_of
-from fsdp_compile.costs.model_collectives import ModelCollective
+from fsdp_compile.costs.model_collectives import ModelCollective, shown
 from fsdp_compile.costs.predict import predict
 from fsdp_compile.costs.timeline import rings_of
 from fsdp_compile.costs.work import Work
@@ -46,10 +46,21 @@ def test_each_takes_what_its_ring_takes(graphs):
     assert [(kernel.collective, kernel.num_bytes) for kernel in kernels(work)] == [
         (ModelCollective("all_reduce", (0, 1)), size)
     ] * 2
-    expected = all_reduce(size, Ring(2, 2), SMALL)
-    assert [kernel.seconds(SMALL) for kernel in kernels(work)] == [expected] * 2
+    alone = all_reduce(size, Ring(2, 2), SMALL)
+    in_forward, in_backward = kernels(work)
+    assert in_forward.seconds(SMALL) == alone and not in_forward.beside
+    gradient_of_weight = max(in_backward.beside, key=lambda kernel: kernel.flops)
+    assert gradient_of_weight.flops == 2 * ROWS * WIDTH * 2 * WIDTH
+    expected = [alone, alone - sum(kernel.seconds(SMALL) for kernel in in_backward.beside)]
+    assert [kernel.seconds(SMALL) for kernel in (in_forward, in_backward)] == expected
     prediction = predict(graphs, SMALL)
-    assert prediction.model_collectives == 2 * expected < prediction.timeline.compute
+    assert prediction.model_collectives == sum(expected) < prediction.timeline.compute
+
+
+def test_what_is_computed_beside_a_collective_hides_it_and_is_slower():
+    slow = dataclasses.replace(SMALL, contention=1.25)
+    assert [shown(3.0, computed, slow) for computed in (0.0, 1.0, 10.0)] == pytest.approx([3.0, 2.0, 0.6])
+    assert shown(3.0, 10.0, SMALL) == 0.0
 
 
 def test_what_is_sharded_over_every_second_rank_goes_through_its_own_part_of_the_network(graphs):
@@ -57,7 +68,9 @@ def test_what_is_sharded_over_every_second_rank_goes_through_its_own_part_of_the
     two_nodes = dataclasses.replace(SMALL, ranks_per_node=2)
     work = Work.of(graphs, compiler="inductor")
     assert list(rings_of(work, two_nodes).values()) == [Ring(2, 1)]
-    assert {kernel.seconds(two_nodes) for kernel in kernels(work)} == {kernels(work)[0].seconds(SMALL)}
+    assert [kernel.seconds(two_nodes) for kernel in kernels(work)] == [
+        kernel.seconds(SMALL) for kernel in kernels(work)
+    ]
 
 
 def test_a_mesh_that_is_rewritten_for_has_the_rings_of_its_ranks(four_ranks):

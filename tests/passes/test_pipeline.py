@@ -49,6 +49,7 @@ MergeAllReduces()""",
         self.assertExpectedInline(
             "\n".join(map(repr, pipeline.forward)),
             """\
+OverlapModelCollectives()
 InsertReduceScatter(grouped=True)
 InsertAllGather(grouped=True, plan=())
 InsertFree()
@@ -61,6 +62,7 @@ ComputeEarly()""",
         self.assertExpectedInline(
             "\n".join(map(repr, pipeline.backward)),
             """\
+OverlapModelCollectives()
 InsertReduceScatter(grouped=True)
 InsertAllGather(grouped=True, plan=())
 InsertFree()
@@ -87,6 +89,7 @@ joint    MergeGradients
 joint    MergeAllReduces
 forward  PartitionJoint
 backward PartitionJoint
+forward  OverlapModelCollectives
 forward  InsertReduceScatter
 forward  InsertAllGather
 forward  InsertFree
@@ -97,6 +100,7 @@ forward  EndLives
 forward  ComputeEarly
 forward  LowerCollectives
 forward  PinMatmuls
+backward OverlapModelCollectives
 backward InsertReduceScatter
 backward InsertAllGather
 backward InsertFree
@@ -119,6 +123,7 @@ forward  MergeUnshards
 forward  CommuteCasts
 forward  MergeGradients
 forward  MergeAllReduces
+forward  OverlapModelCollectives
 forward  InsertReduceScatter
 forward  InsertAllGather
 forward  InsertFree
