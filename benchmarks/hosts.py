@@ -42,15 +42,16 @@ def shape(gigabits: float) -> None:
         _run("tc", "-n", host, "qdisc", "replace", "dev", LINK, "root", *shaped)
 
 
-def on_host(rank: int, command: list[str]) -> list[str]:
-    """The command on the host of this rank, on a core of its own."""
-    return ["ip", "netns", "exec", HOSTS[rank], "taskset", "-c", str(rank % (os.cpu_count() or 1)), *command]
+def on_host(host: int, command: list[str]) -> list[str]:
+    """The command on a host, whose processes share a core."""
+    return ["ip", "netns", "exec", HOSTS[host], "taskset", "-c", str(host % (os.cpu_count() or 1)), *command]
 
 
-def environment(rank: int, port: int = 29507) -> dict[str, str]:
+def environment(rank: int, port: int = 29507, world_size: int = 2) -> dict[str, str]:
     """The environment of a process of this rank; processes that share a port are one group."""
-    group = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port)}
-    return {**os.environ, **group, "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
+    group = {"WORLD_SIZE": str(world_size), "RANK": str(rank), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port)}
+    per_host = {"LOCAL_WORLD_SIZE": str(world_size // 2), "LOCAL_RANK": str(rank % (world_size // 2))}
+    return {**os.environ, **group, **per_host, "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
 
 
 def sent_bytes() -> int:

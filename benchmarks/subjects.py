@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from workloads import Workload
@@ -34,6 +37,7 @@ class Case:
         hardware: what was measured, for subjects that ask for it.
         memory_budget: bytes, for subjects that ask for it.
         inductor: options of torch.compile, for subjects that compile.
+        root: the mesh whose dimension "tp" splits the model already; None for one that is not split.
     """
 
     model: nn.Module
@@ -42,9 +46,13 @@ class Case:
     hardware: Hardware | None = None
     memory_budget: int | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    root: DeviceMesh | None = None
 
     @property
     def mesh(self) -> DeviceMesh:
+        """Over the ranks that parameters are to be sharded over."""
+        if self.root is not None:
+            return self.root["dp"]
         return init_device_mesh(self.inputs[0].device.type, (dist.get_world_size(),))
 
     def modules(self) -> list[nn.Module]:
@@ -115,7 +123,8 @@ def simple_overlap(case: Case) -> nn.Module:
 def ours(case: Case, **options: Any) -> nn.Module:
     inductor = None if "backend" in options else dict(case.inductor) or None
     # The ranks build equal models; with the "fake" process group there is nobody to get values from.
-    return fsdp_compile(case.model, sync_module_states=False, options=inductor, **options)
+    mesh = None if case.root is None else case.mesh
+    return fsdp_compile(case.model, mesh, sync_module_states=False, options=inductor, **options)
 
 
 def ours_planned(case: Case, **options: Any) -> nn.Module:
@@ -227,18 +236,29 @@ class Training:
         memory_budget: int | None = None,
         inductor: Mapping[str, Any] | None = None,
         optimizer: str = "adamw",
+        split: int = 1,
     ) -> None:
-        """Shard the model and take the first step; to be called by all ranks at once."""
+        """Shard the model and take the first step; to be called by all ranks at once.
+
+        Args:
+            split: neighbouring ranks that split the model, by tensor parallelism.
+        """
         self.device = allocation.device
         torch.manual_seed(0)
         with self.device:
             model, self.inputs = workload.build(), workload.inputs()
         names = [f"{workload.units}.{name}" for name, _ in model.get_submodule(workload.units).named_children()]
         self.parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        root = None
+        if split > 1:
+            sizes = dist.get_world_size() // split, split
+            root = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "tp"))
+            model = workload.parallelize(model, root)
+        self.around = nullcontext if root is None else loss_parallel
         hardware = calibrate(self.device) if subject.is_calibrated else None
         budget = None if subject.budget is None else int(subject.budget * memory_budget)
         begin = time.perf_counter()
-        self.model = subject.shard(Case(model, self.inputs, names, hardware, budget, inductor or {}))
+        self.model = subject.shard(Case(model, self.inputs, names, hardware, budget, inductor or {}, root))
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), lr=1e-4)
         if subject.in_backward:
             self.model.optimizer_in_backward(self.optimizer)
@@ -248,14 +268,15 @@ class Training:
     def step(self) -> tuple[float, float, float]:
         """Seconds of the forward, the backward and the optimizer."""
         marks = [time.perf_counter()]
-        loss = self.model(*self.inputs)
-        marks.append(self._now())
-        loss.backward()
+        with self.around():
+            loss = self.model(*self.inputs)
+            marks.append(self._now())
+            loss.backward()
         marks.append(self._now())
         self.optimizer.step()
         self.optimizer.zero_grad()
         marks.append(self._now())
-        self.loss = loss.detach()
+        self.loss = loss.detach().to_local() if isinstance(loss, DTensor) else loss.detach()
         forward, backward, optimizer = (end - begin for begin, end in zip(marks, marks[1:], strict=False))
         return forward, backward, optimizer
 

@@ -2,12 +2,14 @@
 
     sudo python benchmarks/two_hosts.py                           # needs Linux, root, and the commands ip and tc
     sudo python benchmarks/two_hosts.py --rates 2 --models gpt --subjects fsdp2 simple-overlap fsdp_compile
+    sudo python benchmarks/two_hosts.py --ranks-per-host 2 --subjects fsdp2 fsdp2-compiled fsdp_compile
 
 Each subject is a process on each of two network namespaces (hosts.py), with a core each; the processes stay alive (some
 1.3 GB each for the GPT), and the subjects take turns. A single device computes on both cores at once too, and sends
-nothing. All train on the same batch, so that all losses must be equal. Times are of the slower rank: forward and
-backward (fb), the whole step with AdamW (step); cpu is the time of all threads of a rank. Rounds begin with a step that
-is not counted; the others follow each other as in a training, without barriers.
+nothing. Two ranks of a host split the model by tensor parallelism, share its core, and reach each other without the
+link. All train on the same batch, so that all losses must be equal. Times are of the slower rank: forward and backward
+(fb), the whole step with AdamW (step); cpu is the time of all threads of a rank. Rounds begin with a step that is not
+counted; the others follow each other as in a training, without barriers.
 
 The bound is the larger of the compiled single device's forward and backward, and the bytes that full sharding needs
 (two gathers and a reduction of all parameters) at the link's rate. The host's bound adds to the compute the processor
@@ -32,6 +34,7 @@ from hosts import environment, on_host, shape, two_hosts
 from subjects import SUBJECTS
 
 MODELS = ["gpt", "gpt-autocast", "mlp", "conv", "conv-large"]
+SPLIT = ["llama-split"]
 DEFAULT = [name for name in SUBJECTS if name not in ("fsdp_compile-packed", "fsdp_compile-grouped")]
 
 
@@ -46,20 +49,21 @@ def start(teams: Teams, started: dict[str, Reply], model: str, options: argparse
         if subject.budget is not None and peak is None:
             teams.failures[name] = "its budget is a part of fsdp2's peak, and that is not measured"
             continue
-        request = {"subject": name, "workload": model, "arguments": {}, "memory_budget": peak}
-        replies = teams.start(name, team(f"{model}-{name}", 29510 + number, folder), request)
+        split = options.ranks_per_host
+        request = {"subject": name, "workload": model, "arguments": {}, "memory_budget": peak, "split": split}
+        replies = teams.start(name, team(f"{model}-{name}", 29510 + number, folder, split), request)
         if replies is not None:
             first = started.get(name, replies[0])["first"]
             started[name] = {**replies[0], "first": first, "peak": max(reply["peak"] for reply in replies)}
 
 
-def team(name: str, port: int, folder: Path) -> Team:
+def team(name: str, port: int, folder: Path, ranks_per_host: int) -> Team:
     command = [sys.executable, str(RANK), "--library", str(folder / LIBRARY)]
     commands = []
-    for rank in range(2):
+    for rank in range(2 * ranks_per_host):
         cache = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / name / str(rank))}
-        setting = environment(rank, port) | cache
-        commands.append((on_host(rank, command), setting))
+        setting = environment(rank, port, 2 * ranks_per_host) | cache
+        commands.append((on_host(rank // ranks_per_host, command), setting))
     return Team(commands, folder / f"{name}.log")
 
 
@@ -139,11 +143,17 @@ def check_losses(found: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4, 0], help="Gbit/s; 0 is no limit")
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--models", nargs="+", choices=MODELS + SPLIT, help="(default: all for as many ranks)")
+    parser.add_argument(
+        "--ranks-per-host", type=int, default=1, choices=[1, 2], help="two split the model, and share a core"
+    )
     parser.add_argument("--subjects", nargs="+", default=DEFAULT, choices=list(SUBJECTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="of each subject in a round")
     options = parser.parse_args()
+    options.models = options.models or (MODELS if options.ranks_per_host == 1 else SPLIT)
+    if options.ranks_per_host > 1 and set(options.models) - set(SPLIT):
+        parser.error(f"only {', '.join(SPLIT)} can be split")
     options.subjects = [name for name in SUBJECTS if name in options.subjects]  # fsdp2 before what needs its peak
     with tempfile.TemporaryDirectory() as folder, two_hosts():
         build(Path(folder))

@@ -10,21 +10,26 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from memory import Mlp
 
-from llama import Llama, LlamaConfig
+from llama import Llama, LlamaConfig, parallelize
 from train_gpt import GPT, GPTConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """`units` is the name of the module whose children are a unit each; what is outside of it is one more."""
+    """`units` is the name of the module whose children are a unit each; what is outside of it is one more.
+
+    `parallelize` splits the model over the dimension "tp" of a mesh, for tensor parallelism.
+    """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
     units: str
+    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
 
 
 def gpt(layers: int = 8, dim: int = 512, seq: int = 128, batch: int = 8, vocab: int = 4096) -> Workload:
@@ -132,6 +137,12 @@ def stack(units: int = 15, layers: int = 10, dim: int = 32) -> Workload:
     return Workload(lambda: Stack(units, layers, dim), lambda: (torch.randn(8, dim),), "units")
 
 
+def llama_split(layers: int = 6, dim: int = 512, seq: int = 128, batch: int = 8, vocab: int = 4096) -> Workload:
+    """24.4 million parameters in float32, for tensor and sequence parallelism."""
+    config = LlamaConfig(layers=layers, dim=dim, heads=8, kv_heads=4, ffn_dim=3 * dim, vocab=vocab)
+    return Workload(lambda: Llama(config), lambda: _tokens(batch, seq, vocab), "layers", parallelize)
+
+
 def llama(batch: int, seq: int, **config: int) -> Workload:
     """In bfloat16; `config` is a LlamaConfig's."""
 
@@ -153,4 +164,5 @@ WORKLOADS = {
     "conv-large": conv_large,
     "stack": stack,
     "llama": llama,
+    "llama-split": llama_split,
 }
