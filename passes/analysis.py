@@ -43,9 +43,23 @@ def aliases(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def uses(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """`node`, its views, and every node that reads one of them."""
+    """`node`, its views, and every node that reads one of them; a collective of the model reads until its wait."""
     found = aliases(node)
-    return {*found, *(user for alias in found for user in alias.users)}
+    readers = {user for alias in found for user in alias.users}
+    return {*found, *readers, *(wait for reader in readers for wait in waits_of(reader) if not _copies(reader))}
+
+
+def waits_of(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The waits for what a collective of the model itself sends; nothing of another node."""
+    if not ops.is_functional_collective(node):
+        return []
+    taken = [user for user in node.users if user.target is operator.getitem]
+    return [user for result in (node, *taken) for user in result.users if ops.is_functional_wait(user)]
+
+
+def _copies(collective: torch.fx.Node) -> bool:
+    """Whether this works on a copy of what it reads."""
+    return "all_reduce" in str(collective.target)
 
 
 def last_use(node: torch.fx.Node, position: Mapping[torch.fx.Node, int]) -> torch.fx.Node:

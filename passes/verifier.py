@@ -90,7 +90,8 @@ def verify(gm: torch.fx.GraphModule, stage: Stage, *, signature: Signature | Non
     3. inputs and outputs agree with `signature`, where one is given;
     4. every collective and every copy is waited for once, and nothing else reads its result;
     5. collectives of a kind are waited for in the order in which they start;
-    6. nothing reads a full buffer, or a view of one, after its free, and it is freed once;
+    6. nothing reads a full buffer, or a view of one, after its free, and it is freed once; what the model's own
+        collectives read is not freed before they are waited for;
     7. with `freed`: every full buffer that the graph does not return is freed, right after its last use;
     8. a reduction returns a gradient of its shard's size;
     9. the operators of the dialect are those of the stage (`STAGES`): when all is lowered, `ops.LOWERED`;
@@ -191,10 +192,9 @@ def _frees(graph: torch.fx.Graph) -> None:
             _require(buffer not in freed, "frees {} a second time", node, buffer)
             _require(buffer in full, "frees {}, which is no full buffer but at most a view of one", node, buffer)
             freed.add(buffer)
-            for alias in analysis.aliases(buffer):
-                for user in alias.users:
-                    early = user is node or position[user] < position[node]
-                    _require(early, "frees {}, which {} still reads", node, buffer, user)
+            for user in analysis.uses(buffer):
+                early = user is node or position[user] < position[node]
+                _require(early, "frees {}, which {} still reads", node, buffer, user)
 
 
 def _all_freed(graph: torch.fx.Graph) -> None:

@@ -21,11 +21,10 @@ import torch.fx
 from ..passes import analysis, ops
 from ..passes.analysis import full_buffers
 from ..runtime.inductor import is_onednn_called, onednn_workspace
-from .nodes import base, full_bytes, has_extents, is_item, is_kernel, is_light, num_bytes, results, waited_for
+from .nodes import base, full_bytes, has_extents, is_item, is_kernel, is_light, num_bytes, results
 from .work import Work, WorkOfGraph
 
 _aten = torch.ops.aten
-_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 CATEGORIES = ("shards", "optimizer", "gradients", "gathered", "reductions", "activations", "temporaries", "inputs")
 """Shards, states of the optimizer, gradients of shards; full parameters, gradients that are being reduced; what the
@@ -309,8 +308,6 @@ def _end(reader: torch.fx.Node, time: Mapping[torch.fx.Node, int]) -> int:
 
     An all-reduce works on a copy of what it reads; generated code hands it the buffer itself.
     """
-    if ops.is_functional_collective(reader) and not ops.is_call(reader, _ALL_REDUCE):
-        return time[waited_for(reader)]
     is_reading = ops.is_collective(reader) and not ops.is_call(reader, ops.ALL_REDUCE)
     return time[ops.wait_of(reader)] if is_reading else time[reader]
 

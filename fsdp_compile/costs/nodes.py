@@ -133,20 +133,11 @@ def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
 
 def _with_beside(kernel: Kernel, kernels: Sequence[Kernel], position: Mapping[torch.fx.Node, int]) -> Kernel:
     """The kernel itself; if it is a collective of the model, with those that are computed while it runs."""
-    if kernel.collective is None or not (waits := _waits_of(kernel.nodes[0])):
+    if kernel.collective is None or not (waits := analysis.waits_of(kernel.nodes[0])):
         return kernel
     begin, end = position[kernel.nodes[0]], min(position[wait] for wait in waits)
     beside = (each for each in kernels if each.collective is None and begin < position[each.nodes[-1]] < end)
     return dataclasses.replace(kernel, beside=tuple(beside))
-
-
-def _waits_of(collective: torch.fx.Node) -> list[torch.fx.Node]:
-    return [wait for result in results(collective) for wait in filter(ops.is_functional_wait, result.users)]
-
-
-def waited_for(collective: torch.fx.Node) -> torch.fx.Node:
-    """The first wait for a collective of the model; itself where there is none."""
-    return next(iter(_waits_of(collective)), collective)
 
 
 def _is_fused_with(previous: torch.fx.Node, node: torch.fx.Node, compiler: Compiler) -> bool:

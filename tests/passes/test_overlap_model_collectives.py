@@ -4,9 +4,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fsdp_compile.passes import ops
+from fsdp_compile.passes.errors import VerifyError
+from fsdp_compile.passes.insert_free import InsertFree
 from fsdp_compile.passes.overlap_model_collectives import OverlapModelCollectives
+from fsdp_compile.passes.verifier import verify
 from tests.passes.tiny import rows
-from tests.passes.tracing import Pictures, trace
+from tests.passes.tracing import STAGE_AFTER, Pictures, copy_of, trace
 
 _c10d = torch.ops._c10d_functional
 SHOWN = {"addmm", "all_to_all_single", "wait_tensor"}
@@ -53,6 +57,18 @@ class Mixture(nn.Module):
 
     def exchanged(self, tokens):
         return _c10d.wait_tensor(_c10d.all_to_all_single(tokens, [1, 2], [1, 2], "ep"))
+
+
+class Gathered(nn.Module):
+    """Multiplies by what another group of ranks holds of a weight, beside another layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.beside = nn.Parameter(torch.randn(2, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        weight = _c10d.wait_tensor(_c10d.all_gather_into_tensor(self.weight, 2, "tp"))
+        return x @ weight + self.beside(x)
 
 
 def names(graph):
@@ -126,6 +142,39 @@ backward(up.weight: f32[8,4], primals_2: f32[3,4], addmm: f32[3,4], tangents_1: 
         there, back = ["all_to_all_single", "wait_tensor"], ["all_to_all_single", "wait_tensor"]
         self.assertEqual(first, [there[0], "addmm", there[1], "addmm", *back])
         self.assertEqual(last, [*there, "addmm", back[0], "addmm", back[1]])
+
+    def test_what_a_collective_reads_is_freed_when_it_is_waited_for(self):
+        with torch.no_grad():
+            graphs = trace(Gathered(), rows())
+        self.assertExpectedInline(
+            str(graphs.after(InsertFree, "forward")),
+            """\
+forward(weight: f32[4], arg1_1: f32[3,4], beside: f32[12])
+  beside.pending: f32[24] = fsdp.all_gather(beside)
+  beside.gathered: f32[24] = fsdp.wait(beside.pending)
+  beside.weight: f32[4,4] = fsdp.copy_out(beside.gathered, 0)
+  permute: f32[4,4] = permute(beside.weight, [1, 0])
+  beside.bias: f32[4] = fsdp.copy_out(beside.gathered, 8)
+  fsdp.free(beside.gathered)
+  addmm: f32[3,4] = addmm(beside.bias, arg1_1, permute)
+  fsdp.free(beside.bias)
+  fsdp.free(beside.weight)
+  weight.pending: f32[8] = fsdp.all_gather(weight)
+  weight.gathered: f32[8] = fsdp.wait(weight.pending)
+  weight#2: f32[2,4] = fsdp.view_out(weight.gathered, 0)
+  all_gather_into_tensor: f32[4,4] = _c10d_functional.all_gather_into_tensor(weight#2, 2, tp)
+  wait_tensor: f32[4,4] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+  fsdp.free(weight.gathered)
+  mm: f32[3,4] = mm(arg1_1, wait_tensor)
+  add: f32[3,4] = add(mm, addmm)
+  return [add]""",
+        )
+        graph = copy_of(graphs.after(InsertFree, "forward").gm)
+        (wait,) = [node for node in graph.graph.nodes if ops.is_functional_wait(node)]
+        (free,) = [node for node in wait.users if ops.is_call(node, ops.FREE)] or [wait.next]
+        wait.prepend(free)
+        with self.assertRaisesRegex(VerifyError, "still reads"):
+            verify(graph, STAGE_AFTER[InsertFree])
 
     def test_random_numbers_are_drawn_in_their_order(self):
         """What is computed from them, and what is behind them, stays there."""
