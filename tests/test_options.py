@@ -61,7 +61,7 @@ SHOWN_BY = {  # the test that fails if the option has no effect, or that shows t
     "limit_all_gathers": "distributed/test_compat.py::test_unsupported_arguments_raise_and_change_nothing",
     "device_id": "distributed/test_compat.py::test_arguments_of_fsdp1_that_name_a_device_and_a_mesh",
     "device_mesh": "distributed/test_compat.py::test_arguments_of_fsdp1_that_name_a_device_and_a_mesh",
-    "dp_mesh_dims": "distributed/test_fsdp_module.py::test_dp_mesh_dims_is_refused",
+    "dp_mesh_dims": "distributed/test_data_dims.py::test_it_trains_as_torchs_own_and_as_the_whole_model",
 }
 FUNCTIONS = [fsdp_compile, shard, rewrite, compat.fully_shard, compat.FullyShardedDataParallel.__new__]
 

@@ -17,6 +17,7 @@ from ..compiler.options import CompileConfig
 from ..errors import ConfigError
 from ..module.sharded_module import become_sharded_together
 from ..module.sharding import is_sharded, sharding_of
+from .data_dims import on_data_dims
 
 __all__ = ["FSDPModule", "fully_shard"]
 
@@ -42,6 +43,9 @@ def fully_shard(
     `shard_placement_fn` returns a Shard of any dimension, whether the ranks divide it or not, None, or torch's
     ShardPlacementResult.
 
+    With `dp_mesh_dims`, torch's DataParallelMeshDims, `mesh` has other dimensions, too: parameters that are DTensors on
+    all of it are read as such, and plain tensors are each rank's of those.
+
     Args:
         module: or a list of modules, whose parameters become one unit of the model that holds them. Until that is
             sharded, they run in eager.
@@ -49,11 +53,6 @@ def fully_shard(
     Raises:
         ConfigError: as `fsdp_compile`; and for an empty list, or one of a module that is sharded already.
     """
-    if dp_mesh_dims is not None:
-        raise ConfigError(
-            "dp_mesh_dims: parameters that are DTensors on the whole mesh, replicated over ranks to shard over, are "
-            'not supported; distribute them over the other dimensions, as root["tp"], and pass mesh=root["dp"]'
-        )
     CompileConfig(backend)  # of a list, nothing is compiled by itself
     ignored = [] if ignored_params is None else listed("ignored_params", ignored_params, "parameters")
     whole: nn.Module = module if isinstance(module, nn.Module) else nn.ModuleList(_outermost(module))
@@ -61,17 +60,18 @@ def fully_shard(
     apply: Callable[..., nn.Module] = shard if is_list else partial(fsdp_compile, backend=backend)
     members = [name for name, _ in whole.named_children()]
     held = set(whole.parameters())
-    apply(
-        whole,
-        mesh,
-        auto_wrap_policy=[whole],
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy if mp_policy is None or not is_list else dict.fromkeys(["", *members], mp_policy),
-        offload_policy=offload_policy,
-        ignored_params=[item for item in ignored if not isinstance(item, nn.Parameter) or item in held],
-        sync_module_states=False,
-    )
+    with on_data_dims(whole, mesh, dp_mesh_dims, ignored) as data_mesh:
+        apply(
+            whole,
+            data_mesh,
+            auto_wrap_policy=[whole],
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=shard_placement_fn,
+            mp_policy=mp_policy if mp_policy is None or not is_list else dict.fromkeys(["", *members], mp_policy),
+            offload_policy=offload_policy,
+            ignored_params=[item for item in ignored if not isinstance(item, nn.Parameter) or item in held],
+            sync_module_states=False,
+        )
     if is_list:
         become_sharded_together(tuple(whole.children()), sharding_of(whole))
     return module

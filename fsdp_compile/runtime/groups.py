@@ -137,19 +137,27 @@ def check_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> None:
 def mesh_of_both(mesh: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """The dimensions of `mesh` and then those of `inner`, over which parameters were distributed before.
 
-    Private, as of torch 2.11 to 2.15.
-
     Raises:
         ConfigError: they are not dimensions, with names, of one mesh.
     """
     try:
-        return DeviceMesh._concatenate([mesh, inner])
+        return concatenated([mesh, inner])
     except (RuntimeError, AssertionError, TypeError) as e:
         raise ConfigError(
             f"the model has parameters that are distributed over {inner}, and is to be sharded over {mesh}: both have "
             'to be dimensions, with names, of one mesh, as root["dp"] and root["tp"] are of root = '
             'init_device_mesh(device, (2, 4), mesh_dim_names=("dp", "tp"))'
         ) from e
+
+
+def concatenated(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The dimensions of these meshes, one after another; private as of torch 2.11 to 2.15."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """These dimensions of a mesh as a single one; private as of torch 2.11 to 2.15."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def mesh_beside(inner: DeviceMesh | None) -> DeviceMesh | None:

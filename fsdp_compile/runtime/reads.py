@@ -69,7 +69,7 @@ def read_parameter(read: Read | LocalRead, module: nn.Module, name: str) -> torc
     full: torch.Tensor = torch.ops.fsdp.unshard.default(read.shard.data, read.shard.accumulated, gradient, *arguments)
     if parts is not None:
         full = ASSEMBLE(full, *parts)
-    return read.distribution.around(full) if is_distributed and read.distribution is not None else full
+    return read.distribution.read(full) if is_distributed and read.distribution is not None else full
 
 
 class Readable(Protocol):

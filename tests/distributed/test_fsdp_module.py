@@ -74,11 +74,6 @@ def test_fully_shard_has_the_parameters_of_torch():
     assert set(theirs) <= set(ours)
 
 
-def test_dp_mesh_dims_is_refused():
-    with pytest.raises(ConfigError, match="dp_mesh_dims: parameters that are DTensors on the whole mesh"):
-        compat.fully_shard(nn.Linear(2, 2), dp_mesh_dims=("dp",))
-
-
 @on_ranks(2)
 def test_models_share_their_streams_whoever_asks(world_size):
     models = [fully_shard(build("odd_mlp")) for _ in range(2)]
