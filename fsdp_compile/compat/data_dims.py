@@ -35,6 +35,8 @@ def on_data_dims(
     if dims is None:
         yield mesh
         return
+    if not hasattr(dims, "shard_names"):  # the class is new in torch 2.13
+        raise ConfigError(f"dp_mesh_dims is torch's DataParallelMeshDims, not {type(dims).__name__}")
     shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
     _check(mesh, shard, replicate)
     assert mesh is not None

@@ -105,6 +105,7 @@ def test_what_cannot_be_sharded_so_stays_as_it_is(world_size):
         with pytest.raises(ConfigError, match=message):
             fully_shard(model, mesh=root, **arguments)
 
+    refuses("torch's DataParallelMeshDims, not tuple", model, dp_mesh_dims=("dp",))
     refuses("names 'cp', and the dimensions of mesh are", model, dp_mesh_dims=DataParallelMeshDims(shard="cp"))
     refuses("copies only", model, dp_mesh_dims=DataParallelMeshDims(replicate="dp"))
     refuses("names all dimensions of mesh", model, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "tp")))
