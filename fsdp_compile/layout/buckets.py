@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigError
 from ..passes import ops
-from .distribution import Distribution, local_part
+from .distribution import Distribution, local_part, read_as
 from .options import GradientReduction
 from .padding import room
 from .units import Unit
@@ -61,6 +61,7 @@ class Slot:
         shape: of the full parameter; of one that is distributed, of the part that a rank shards.
         dim: which of its dimensions the ranks share.
         distribution: over other ranks, before it is sharded over these.
+        read_as: what a forward reads, where that is distributed in another way.
     """
 
     parameter: str
@@ -68,6 +69,7 @@ class Slot:
     shape: tuple[int, ...]
     dim: int = 0
     distribution: Distribution | None = None
+    read_as: Distribution | None = None
 
     def distributed(self, full: torch.Tensor) -> torch.Tensor:
         """The parameter, from all of what its ranks share."""
@@ -277,7 +279,7 @@ def _layout(bucket: str, key: _Key, parameters: list[tuple[str, nn.Parameter]], 
     for name, parameter in parameters:
         dim = placement.dim_of_parameter.get(name, 0) if shards.size > 1 else 0  # what is whole has no parts
         shape = tuple(local_part(parameter).shape)
-        slots.append(Slot(name, numel, shape, dim, Distribution.of(parameter)))
+        slots.append(Slot(name, numel, shape, dim, Distribution.of(parameter), read_as(parameter)))
         numel += room(slots[-1].rows, shards.size, dtypes)
     is_offloaded = placement.offload_from is not None
     laid_out = Layout(

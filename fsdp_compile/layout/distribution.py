@@ -26,15 +26,14 @@ class Distribution:
     Attributes:
         mesh, placements: of the DTensor.
         shape, strides: of all of it.
-        read_on: the mesh and the placements that a forward reads it with, where those are others: the mesh has
-            dimensions for data, too, over which its gradients are sums in parts.
+        of_data: dimensions of the mesh over which gradients are left as sums in parts, for sharding to add up.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
     strides: tuple[int, ...]
-    read_on: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
+    of_data: frozenset[str] = frozenset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Distribution:
         """Process groups are shared by copies."""
@@ -45,8 +44,7 @@ class Distribution:
         """That of a DTensor; None of a plain tensor."""
         if not isinstance(tensor, DTensor):
             return None
-        read_on = vars(tensor).get(_READ_ON)
-        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride(), read_on)
+        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
 
     @property
     def is_plain(self) -> bool:
@@ -60,28 +58,18 @@ class Distribution:
 
     def around(self, local: torch.Tensor) -> DTensor:
         """The DTensor of which this rank holds `local`."""
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.strides
-        )
-
-    def read(self, local: torch.Tensor) -> DTensor:
-        """The DTensor that a forward computes with, of which this rank holds `local`."""
-        if self.read_on is None:
-            return self.around(local)
-        mesh, placements = self.read_on
-        of_data = {*(mesh.mesh_dim_names or ())}.difference(self.mesh.mesh_dim_names or ())
-        summed = [
-            Partial() if name in of_data else placement
-            for name, placement in zip(mesh.mesh_dim_names or (), placements, strict=True)
-        ]
+        gradient = None
+        if self.of_data:
+            dims = zip(self.mesh.mesh_dim_names or (), self.placements, strict=True)
+            gradient = [Partial() if name in self.of_data else placement for name, placement in dims]
         return DTensor.from_local(
             local,
-            mesh,
-            placements,
+            self.mesh,
+            self.placements,
             run_check=False,
             shape=self.shape,
             stride=self.strides,
-            grad_placements=summed,
+            grad_placements=gradient,
         )
 
     def local(self, full: torch.Tensor) -> torch.Tensor:
@@ -89,42 +77,41 @@ class Distribution:
         return local_part(distribute_tensor(full, self.mesh, self.placements, src_data_rank=None))
 
 
-_READ_ON = "_fsdp_read_on"
+_READ_AS = "_fsdp_read_as"
+
+
+def read_as(parameter: nn.Parameter) -> Distribution | None:
+    """What a forward reads instead of the parameter, if `on_other_dims` made that."""
+    return getattr(parameter, _READ_AS, None)
 
 
 def on_other_dims(name: str, parameter: nn.Parameter, mesh: DeviceMesh, of_data: Collection[str]) -> nn.Parameter:
     """A parameter that is a DTensor on `mesh` as one on its dimensions that are not for data, with the same memory.
 
+    Where there are no others, it is a plain tensor. A forward still reads what it was.
+
     Args:
-        of_data: the names of the others, over which it is replicated.
+        of_data: the names of the dimensions over which it is replicated.
 
     Raises:
-        ConfigError: it is not, or is on another mesh, or there are no other dimensions.
+        ConfigError: it is not, or is on another mesh.
     """
-    assert isinstance(parameter, DTensor)
-    names, placements = mesh.mesh_dim_names or (), tuple(parameter.placements)
-    if parameter.device_mesh != mesh:
-        raise ConfigError(f"dp_mesh_dims: {name} is a DTensor on {parameter.device_mesh}, and mesh is {mesh}")
-    others = tuple(each for each in names if each not in of_data)
-    if not others:
-        raise ConfigError(
-            f"dp_mesh_dims names all dimensions of mesh, and {name} is a DTensor on it: parameters that nothing but "
-            "sharding distributes are plain tensors"
-        )
-    for dim, placement in zip(names, placements, strict=True):
-        if dim in of_data and not placement.is_replicate():
-            raise ConfigError(f"dp_mesh_dims: {name} has the placement {placement} over {dim!r}, not Replicate()")
-    kept = [placement for dim, placement in zip(names, placements, strict=True) if dim in others]
-    local = DTensor.from_local(
-        local_part(parameter),
-        mesh[others],
-        kept,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    whole = Distribution.of(parameter)
+    assert whole is not None
+    if whole.mesh != mesh:
+        raise ConfigError(f"dp_mesh_dims: {name} is a DTensor on {whole.mesh}, and mesh is {mesh}")
+    placement_over = dict(zip(mesh.mesh_dim_names or (), whole.placements, strict=True))
+    for dim in of_data:
+        if not placement_over[dim].is_replicate():
+            raise ConfigError(
+                f"dp_mesh_dims: {name} has the placement {placement_over[dim]} over {dim!r}, not Replicate()"
+            )
+    local, others = local_part(parameter), tuple(dim for dim in placement_over if dim not in of_data)
+    if others:
+        kept = tuple(placement_over[dim] for dim in others)
+        local = Distribution(mesh[others], kept, whole.shape, whole.strides).around(local)
     split = nn.Parameter(local, requires_grad=parameter.requires_grad)
-    setattr(split, _READ_ON, (mesh, placements))
+    setattr(split, _READ_AS, dataclasses.replace(whole, of_data=frozenset(of_data)))
     return split
 
 

@@ -32,7 +32,8 @@ class Read:
     @classmethod
     def of(cls, shard: Readable, layout: Layout, slot: Slot, *, is_frozen: bool) -> Read:
         parts, arguments = layout.assemble_arguments(slot), layout.unshard_arguments(slot)
-        return cls(shard, (is_frozen, slot.distribution is not None, parts, arguments), slot.distribution)
+        distribution = slot.read_as or slot.distribution
+        return cls(shard, (is_frozen, distribution is not None, parts, arguments), distribution)
 
     @property
     def is_frozen(self) -> bool:
@@ -69,7 +70,7 @@ def read_parameter(read: Read | LocalRead, module: nn.Module, name: str) -> torc
     full: torch.Tensor = torch.ops.fsdp.unshard.default(read.shard.data, read.shard.accumulated, gradient, *arguments)
     if parts is not None:
         full = ASSEMBLE(full, *parts)
-    return read.distribution.read(full) if is_distributed and read.distribution is not None else full
+    return read.distribution.around(full) if is_distributed and read.distribution is not None else full
 
 
 class Readable(Protocol):

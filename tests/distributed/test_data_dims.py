@@ -1,6 +1,7 @@
 """`dp_mesh_dims`: parameters and inputs that are DTensors on a mesh with dimensions for data and for parts."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -28,12 +29,13 @@ def blocks():
 
 
 def on_mesh(model, root):
-    """Every parameter as a DTensor on the whole mesh; matrices of blocks are split over its last dimension."""
+    """Every parameter as a DTensor on the whole mesh; matrices of blocks are split over "tp", if that has one."""
     split = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
     for owner_name, owner in model.named_modules():
         for name, parameter in [*owner.named_parameters(recurse=False)]:
             dim = split.get(f"{owner_name.rpartition('.')[2]}.{name}")
-            placements = [Replicate()] * (root.ndim - 1) + [Replicate() if dim is None else Shard(dim)]
+            of_parts = Replicate() if dim is None else Shard(dim)
+            placements = [of_parts if axis == "tp" else Replicate() for axis in root.mesh_dim_names]
             owner.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), root, placements)))
     return model
 
@@ -42,7 +44,7 @@ def batch(root, step):
     """The rows of all ranks, each of which has those of its place on the dimensions for data."""
     torch.manual_seed(step)
     x = torch.randn(ROWS, WIDTH, device=DEVICE)
-    return x, distribute_tensor(x, root, [Shard(0)] * (root.ndim - 1) + [Replicate()])
+    return x, distribute_tensor(x, root, [Replicate() if axis == "tp" else Shard(0) for axis in root.mesh_dim_names])
 
 
 def full(tensor):
@@ -50,10 +52,18 @@ def full(tensor):
 
 
 MESHES = {
-    "sharded": ((2, 2), ("dp", "tp"), DataParallelMeshDims(shard="dp")),
-    "hybrid": ((2, 2, 1), ("copies", "dp", "tp"), DataParallelMeshDims(shard="dp", replicate="copies")),
-    "flattened": ((1, 2, 2), ("dp", "cp", "tp"), DataParallelMeshDims(shard=("dp", "cp"))),
+    "sharded": ((2, 2), ("rows", "tp"), DataParallelMeshDims(shard="rows")),
+    "hybrid": ((2, 2, 1), ("copies", "rows", "tp"), DataParallelMeshDims(shard="rows", replicate="copies")),
+    "nothing else": ((4,), ("rows",), DataParallelMeshDims(shard="rows")),
+    "flattened": ((1, 2, 2), ("rows", "cp", "tp"), DataParallelMeshDims(shard=("rows", "cp"))),
 }
+
+
+@functools.cache
+def root_of(kind):
+    """One object for each mesh: torch's `fully_shard` takes no other that is equal."""
+    sizes, names, _ = MESHES[kind]
+    return init_device_mesh(DEVICE.type, sizes, mesh_dim_names=names)
 
 
 @pytest.mark.parametrize("kind, backend", [*((kind, "aot_eager") for kind in MESHES), ("sharded", "inductor")])
@@ -61,8 +71,7 @@ MESHES = {
 def test_it_trains_as_torchs_own_and_as_the_whole_model(world_size, kind, backend):
     """The loss is that of all rows, so that gradients are sums over ranks: the factor undoes the mean."""
     torch._dynamo.reset()
-    sizes, names, dims = MESHES[kind]
-    root = init_device_mesh(DEVICE.type, sizes, mesh_dim_names=names)
+    root, (_, _, dims) = root_of(kind), MESHES[kind]
     whole = blocks().to(DEVICE)
     ours, theirs = (on_mesh(copy.deepcopy(whole), root) for _ in range(2))
     for block in ours:
@@ -90,14 +99,14 @@ def test_it_trains_as_torchs_own_and_as_the_whole_model(world_size, kind, backen
 
 @on_ranks(4)
 def test_plain_tensors_are_sharded_over_the_dimensions_for_data(world_size):
-    root = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "tp"))
-    model = fully_shard(nn.Linear(4, 4, device=DEVICE), mesh=root, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    assert {parameter.device_mesh for parameter in model.parameters()} == {root["dp"]}
+    root = root_of("sharded")
+    model = fully_shard(nn.Linear(4, 4, device=DEVICE), mesh=root, dp_mesh_dims=DataParallelMeshDims(shard="rows"))
+    assert {parameter.device_mesh for parameter in model.parameters()} == {root["rows"]}
 
 
 @on_ranks(4)
 def test_what_cannot_be_sharded_so_stays_as_it_is(world_size):
-    root = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    root = root_of("sharded")
     model = on_mesh(blocks().to(DEVICE), root)
     before = dict(model.named_parameters())
 
@@ -105,19 +114,18 @@ def test_what_cannot_be_sharded_so_stays_as_it_is(world_size):
         with pytest.raises(ConfigError, match=message):
             fully_shard(model, mesh=root, **arguments)
 
-    refuses("torch's DataParallelMeshDims, not tuple", model, dp_mesh_dims=("dp",))
+    refuses("torch's DataParallelMeshDims, not tuple", model, dp_mesh_dims=("rows",))
     refuses("names 'cp', and the dimensions of mesh are", model, dp_mesh_dims=DataParallelMeshDims(shard="cp"))
-    refuses("copies only", model, dp_mesh_dims=DataParallelMeshDims(replicate="dp"))
-    refuses("names all dimensions of mesh", model, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "tp")))
+    refuses("copies only", model, dp_mesh_dims=DataParallelMeshDims(replicate="rows"))
     refuses(
         r"1\.up\.weight has the placement .* over 'tp', not Replicate|0\.up\.weight has the placement",
         model,
         dp_mesh_dims=DataParallelMeshDims(shard="tp"),
     )
     refuses(
-        "no offload policy", model, dp_mesh_dims=DataParallelMeshDims(shard="dp"), offload_policy="no offload policy"
+        "no offload policy", model, dp_mesh_dims=DataParallelMeshDims(shard="rows"), offload_policy="no offload policy"
     )
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
-    elsewhere = on_mesh(blocks().to(DEVICE), init_device_mesh(DEVICE.type, (4, 1), mesh_dim_names=("dp", "tp")))
-    refuses("is a DTensor on .* and mesh is", elsewhere, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    elsewhere = on_mesh(blocks().to(DEVICE), init_device_mesh(DEVICE.type, (4, 1), mesh_dim_names=("rows", "tp")))
+    refuses("is a DTensor on .* and mesh is", elsewhere, dp_mesh_dims=DataParallelMeshDims(shard="rows"))
     assert dist.get_world_size() == world_size
