@@ -149,6 +149,11 @@ def save(model: nn.Module, protocol: int) -> tuple[Saved, list[torch.Tensor], li
             f"a model with parameters on {', '.join(map(str, others))} besides the mesh that it is sharded over cannot "
             "be pickled: save its state_dict by torch.distributed.checkpoint"
         )
+    if any(slot.read_as for shard in sharding.shards for slot in shard.layout.slots):
+        raise ConfigError(
+            "a model whose forward reads DTensors (dp_mesh_dims) cannot be pickled: save its state_dict by "
+            "torch.distributed.checkpoint"
+        )
     sharding.check()
     sharding.refuse_newcomers(model)  # loaded, they would pass for parameters that were left as they are
     buffer = io.BytesIO()

@@ -183,7 +183,8 @@ class Sharding(Shards):
         sharded = [parameter for shard in self.shards for parameter in shard.parameters]
         found = {each.device_mesh for each in (*whole, *sharded) if isinstance(each, DTensor)}
         found |= {shard.mesh for shard in self.shards}
-        found |= {slot.distribution.mesh for shard in self.shards for slot in shard.layout.slots if slot.distribution}
+        slots = [slot for shard in self.shards for slot in shard.layout.slots]
+        found |= {each.mesh for slot in slots for each in (slot.distribution, slot.read_as) if each is not None}
         return found if self.mesh is None else {self.mesh, *found}
 
     def reshard(self) -> None:

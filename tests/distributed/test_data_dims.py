@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 
 import pytest
 import torch
@@ -95,6 +96,20 @@ def test_it_trains_as_torchs_own_and_as_the_whole_model(world_size, kind, backen
         found, of_torch = ours.get_parameter(name), theirs.get_parameter(name)
         torch.testing.assert_close(found.full_tensor(), expected, **CLOSE)
         assert found.placements == of_torch.placements and found.device_mesh == of_torch.device_mesh
+
+
+@pytest.mark.parametrize("kind", ["sharded", "nothing else"])
+@on_ranks(4)
+def test_copies_compute_the_same_and_pickling_is_refused(world_size, kind):
+    torch._dynamo.reset()
+    root, (_, _, dims) = root_of(kind), MESHES[kind]
+    model = fully_shard(on_mesh(blocks().to(DEVICE), root), mesh=root, dp_mesh_dims=dims, backend="aot_eager")
+    copied = copy.deepcopy(model)
+    _, split = batch(root, 0)
+    torch.testing.assert_close(full(copied(split)), full(model(split)), rtol=0, atol=0)
+    model.clip_grad_norm_(1.0)
+    with pytest.raises(ConfigError, match="cannot be pickled"):
+        torch.save(model, io.BytesIO())
 
 
 @on_ranks(4)
