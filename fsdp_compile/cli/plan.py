@@ -41,7 +41,7 @@ def plan(options: argparse.Namespace) -> None:
     rows, schedules, notes = [], [], []
     rewriters: dict[int, Rewriter] = {}
     for step in steps:
-        print(f"planning {step}, {options.seq} tokens a row", file=sys.stderr)
+        print(f"planning {step.text(options.seq)}", file=sys.stderr)
         with step.ranks(hardware) as (root, world_size), _leaving_out(step):
             if root is not None or step.batch not in rewriters:
                 rewriters[step.batch] = _rewriter(functions, step, options, root)
@@ -49,7 +49,7 @@ def plan(options: argparse.Namespace) -> None:
             rows.append(_row(prediction, chosen, options.seq, {} if root is None else dims_of_groups(root)))
             notes += [reason] if reason else []
             if options.html:
-                title = f"{chosen}, {options.seq} tokens a row, on {hardware.name}"
+                title = f"{chosen.text(options.seq)}, on {hardware.name}"
                 schedules.append(dataclasses.replace(Schedule.of(prediction), title=title))
     if options.mesh:
         rows.sort(key=lambda row: (row["gpus"], not row["fits"], -row["tokens_per_second_per_gpu"]))
@@ -93,9 +93,9 @@ class _Step:
     is_on_mesh: bool = False
     is_auto: bool = False
 
-    def __str__(self) -> str:
+    def text(self, seq: int) -> str:
         where = f" ({self.mesh})" if self.is_on_mesh else ""
-        return f"{self.mesh.num_ranks} GPUs{where}, batch {self.batch}, {self.strategy}"
+        return f"{self.mesh.num_ranks} GPUs{where}, {self.batch} x {seq} tokens each, {self.strategy}"
 
     def ranks(self, hardware: Hardware) -> AbstractContextManager[tuple[DeviceMesh | None, WorldSize]]:
         """The mesh of all ranks, where the user gave one, and the ranks to shard over, as `rewrite` takes them."""

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-FOLDERS = ("fsdp", "_composable/fsdp")  # of PyTorch's test/distributed
+FOLDERS = ("fsdp", "_composable/fsdp", "_composable/test_composability")  # of PyTorch's test/distributed
 FIRST_LINE = "import tests.conformance.shim\n"
 CHANGES = (
     (r"""(["'])cuda(:\d+)?\1""", r"\1cpu\1"),
     (r"""f(["'])cuda:\{[^}]*\}\1""", '"cpu"'),
     (r"\.cuda\((\w+(\.\w+)*)?\)", ".cpu()"),
+    (r"""(["'])(?:cpu:gloo,cuda:)?nccl\1""", r"\1gloo\1"),
+    (r",\s*device_id=[^,()]+(?=[,)])", ""),
+    (r"((?:\.to\(|device=|^\s+))self\.device\b(?=[,)])", r'\1torch.device("cpu")'),
     (r"torch\.cuda\.is_available\(\)", "True"),
     (r'torch\.device\("cpu",\s*[\w.]+(\(\))?\)', 'torch.device("cpu")'),
 )
@@ -49,7 +52,7 @@ def convert(sources: Path, pattern: str, target: Path) -> list[str]:
     for name, file in test_files(sources, pattern):
         text = file.read_text()
         for before, after in CHANGES:
-            text = re.sub(before, after, text)
+            text = re.sub(before, after, text, flags=re.MULTILINE)
         (target / module_of(name)).with_suffix(".py").write_text(FIRST_LINE + text)
         names.append(name)
     return names

@@ -58,7 +58,7 @@ def read_reasons(file: Path = REASONS) -> Reasons:
     return Reasons({pattern: entry["why"] for entry in entries for pattern in entry["tests"]})
 
 
-SUITES = {"fsdp/": "FSDP1", "_composable/fsdp/": "FSDP2"}
+SUITES = {"fsdp/": "FSDP1", "_composable/fsdp/": "FSDP2", "_composable/test_composability/": "composition"}
 COLUMNS = ("collected", "passes with torch's classes", "not applicable", "run", "passes", "fails")
 
 
