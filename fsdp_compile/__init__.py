@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from .api import fsdp_compile, rewrite, shard
     from .errors import CaptureError, CompilationWarning, ConfigError, NonFiniteError, PassError, RankError, VerifyError
     from .graphs import RewrittenGraph, RewrittenGraphs
+    from .layout.communication import CommunicationDtype
     from .module.sharded_module import register_fsdp_forward_method
 
 __all__ = [
     "CaptureError",
+    "CommunicationDtype",
     "CompilationWarning",
     "ConfigError",
     "NonFiniteError",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _FILE_OF_NAME = {
+    "CommunicationDtype": "layout.communication",
     "RewrittenGraph": "graphs",
     "RewrittenGraphs": "graphs",
     "fsdp_compile": "api",

@@ -85,6 +85,9 @@ def fsdp_compile(model: nn.Module, mesh: Meshes = None, **arguments: Any) -> nn.
         mp_policy: torch's MixedPrecisionPolicy, or a map to such policies from module classes and globs over module
             names; see `fsdp_compile.layout.precision.find_precision`. Shards are cast before they are gathered;
             parameters, their gradients and the optimizer's states keep their dtype.
+        communication_dtype: in which form gathers and reductions send: a `CommunicationDtype` ("int8", "int4",
+            bfloat16, float16), or a map to these from globs over unit names. "auto" sends nothing that is not equal to
+            the last bit: it casts before a gather what the program casts behind it.
         offload_policy: torch's CPUOffloadPolicy (or CPUOffload): shards, gradients and the optimizer's states live on
             the CPU.
         backward_prefetch: "auto" (1), how many units ahead the backward gathers, or torch's BackwardPrefetch.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from .checks import Auto, check_bool, check_call, is_auto, listed
 from .costs.hardware import Hardware
 from .environment import hardware_by_environment, poisons
 from .errors import ConfigError
+from .layout.communication import CommunicationDtype, check_communication
 from .layout.options import GradientReduction, OffloadConfig, check_strategy
 from .passes.pipeline import Pass
 from .planning.options import ScheduleConfig
@@ -35,6 +36,7 @@ class Options:
         schedule: what the passes are to do, as far as the strategy leaves it open.
         reduction: how gradients of several ranks become one.
         offload: where shards are kept.
+        communication: in which form units send what they send, by glob over their names.
     """
 
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None
@@ -43,6 +45,7 @@ class Options:
     reshard_after_forward: Any = None
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None
     mp_policy: Any = None
+    communication_dtype: Any = "auto"
     offload_policy: Any = None
     backward_prefetch: Any = "auto"
     forward_prefetch: Any = "auto"
@@ -59,6 +62,7 @@ class Options:
     schedule: ScheduleConfig = dataclasses.field(init=False)
     reduction: GradientReduction = dataclasses.field(init=False)
     offload: OffloadConfig = dataclasses.field(init=False)
+    communication: Mapping[str, CommunicationDtype] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for what cannot be meant, whatever the model."""
@@ -76,6 +80,7 @@ class Options:
         self._set("ignored_params", [] if ignored is None else listed("ignored_params", ignored, "parameters"))
         if isinstance(self.auto_wrap_policy, Iterator):  # it may be read several times
             self._set("auto_wrap_policy", list(self.auto_wrap_policy))
+        self._set("communication", check_communication(self.communication_dtype))
         self._set("offload", OffloadConfig.of(self.offload_policy))
         self._set("reduction", GradientReduction.of(self.gradient_reduction))
         schedule = ScheduleConfig.of(

@@ -92,7 +92,14 @@ def rewrite_for(
         check_dense(model, set(decision.parameters.values()))
     offload_from = torch.device(device) if options.offload.is_on else None
     policies, dims = decision.precision.policy_of_parameter, decision.dim_of_parameter
-    placement = Placement(axes, options.reduction, policies, offload_from, dims)
+    placement = Placement(
+        axes,
+        options.reduction,
+        policies,
+        offload_from,
+        dims,
+        communication_of_unit=decision.communication_of_unit,
+    )
     layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
     reshard = decision.with_shards(axes.shards.size).values()
     sizes = [size for size in reshard if not isinstance(size, bool)]

@@ -12,7 +12,8 @@ A bucket that is not sharded (`world_size` 1) needs no gather. A shard is moved 
 the computation before it is gathered. A part of the gathered buffer that is kept for the backward is copied at once.
 
 Where a part of a bucket's parameters is wanted in a narrower dtype than the others (commute_casts), all are sent in one
-message of that dtype, the others as their bytes: these are copied out of the buffer in either form.
+message of that dtype, the others as their bytes. Where parameters are to be sent as blocks of integers (`forms`), the
+message is bytes. What is sent in another form is copied out of the buffer, whether that is packed or grouped.
 
 A plan has several buckets gathered at once, and selects the form for each gather. In the packed form their shards are
 first joined to one. What is gathered at once is of one group, dtype and device.
@@ -29,14 +30,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import torch
 import torch.fx
 
-from . import analysis, metadata, ops
+from . import analysis, forms, metadata, ops
 from .errors import pass_error
 from .merge_unshards import refuse_repeated_unshards
 from .plan import Gather
-
-_ALIGNMENT = 16  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,8 @@ class InsertAllGather:
         _sink_parameter_values(gm.graph)
         found = gathered_buckets(gm.graph)
         for bucket in found:
+            if bucket.is_parted and bucket.dtype == forms.MESSAGE:
+                raise pass_error(f"a part of {bucket.name} is kept, which is sent as integers", bucket.first_use)
             if bucket.world_size == 1:
                 _cast_alone(gm.graph, bucket)
         for buckets, is_grouped in self._gathers([bucket for bucket in found if bucket.world_size > 1]):
@@ -126,23 +128,16 @@ def _take_out(
         value = unshard.meta["val"]
         arguments: tuple[Any, ...] = parameter, offset + offset_of[unshard], shape, world_size
         with graph.inserting_before(first_use):
-            if value.dtype != buffer.meta["val"].dtype:
-                full = ops.call(graph, ops.COPY_OUT, buffer, *arguments, value.dtype, like=unshard, value=value)
+            form = bucket.form_of(unshard)
+            if forms.is_integers(form):
+                full = ops.call(graph, ops.COPY_OUT, buffer, *arguments, value.dtype, form, like=unshard, value=value)
+            elif value.dtype != buffer.meta["val"].dtype:
+                full = ops.call(graph, ops.COPY_OUT, buffer, *arguments, value.dtype, None, like=unshard, value=value)
             elif is_view:
                 full = ops.call(graph, ops.VIEW_OUT, buffer, *arguments, like=unshard, value=value)
             else:
-                full = ops.call(graph, ops.COPY_OUT, buffer, *arguments, None, like=unshard, value=value)
+                full = ops.call(graph, ops.COPY_OUT, buffer, *arguments, None, None, like=unshard, value=value)
         unshard.replace_all_uses_with(full)
-
-
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """Elements [begin, end) of a shard, for a parameter, which are cast or sent as their bytes."""
-
-    unshard: torch.fx.Node
-    begin: int
-    end: int
-    is_cast: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +171,16 @@ class GatheredBucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is sent: the narrowest that is wanted."""
+        """What is sent: bytes, or the narrowest that is wanted."""
+        if any(forms.is_integers(self.form_of(unshard)) for unshard in self.first_use_of_unshard):
+            return forms.MESSAGE
         wanted: list[torch.dtype] = [unshard.meta["val"].dtype for unshard in self.first_use_of_unshard]
         return min(wanted, key=lambda dtype: dtype.itemsize)
+
+    def form_of(self, unshard: torch.fx.Node) -> str:
+        """The form in which a parameter is sent, by itself."""
+        asked, dtype = ops.argument(unshard, "gather_form"), unshard.meta["val"].dtype
+        return forms.form_for(ops.argument(unshard, "shape"), asked if self.world_size > 1 else "", dtype)
 
     def by_dtype(self) -> Iterator[GatheredBucket]:
         """The bucket as one for each dtype that is wanted."""
@@ -189,20 +191,16 @@ class GatheredBucket:
             yield dataclasses.replace(self, first_use_of_unshard=same)
 
     @cached_property
-    def regions(self) -> list[Region]:
-        """What is sent of the shard where it is not sent whole: what stands in its parameters, in their order.
-
-        Messages begin at multiples of 16 bytes of the buffer, as those of shards do.
-        """
-        if len({unshard.meta["val"].dtype for unshard in self.first_use_of_unshard}) == 1:
-            return []
-        found, numel = [], self.shard.meta["val"].numel()
+    def regions(self) -> dict[torch.fx.Node, forms.Region]:
+        """What is sent of the shard where it is not sent whole: what stands in its parameters, in their order."""
+        if {unshard.meta["val"].dtype for unshard in self.first_use_of_unshard} == {self.dtype}:
+            return {}
+        found, numel = {}, self.shard.meta["val"].numel()
         for unshard in sorted(self.first_use_of_unshard, key=lambda unshard: ops.argument(unshard, "offset")):
-            begin, dtype = ops.argument(unshard, "offset"), unshard.meta["val"].dtype
-            step = max(1, _ALIGNMENT // dtype.itemsize)
-            taken = ops.shard_numel(ops.argument(unshard, "shape"), self.world_size)
-            end = min(begin + -(-taken // step) * step, numel)
-            found.append(Region(unshard, begin, end, dtype == self.dtype))
+            asked, shape = ops.argument(unshard, "gather_form"), ops.argument(unshard, "shape")
+            place, dtype = ops.argument(unshard, "offset"), unshard.meta["val"].dtype
+            taken = ops.shard_numel(shape, self.world_size)
+            found[unshard] = forms.region_at(place, shape, taken, asked, dtype, numel)
         return found
 
     @property
@@ -210,19 +208,18 @@ class GatheredBucket:
         """Where each parameter begins in what a rank sends."""
         if not (regions := self.regions):
             return {unshard: ops.argument(unshard, "offset") for unshard in self.first_use_of_unshard}
-        ends = [0, *accumulate(self._sent_numel(region) for region in regions)]
-        return {region.unshard: end for region, end in zip(regions, ends, strict=False)}
+        ends = [0, *accumulate(map(self._sent_numel, regions.values()))]
+        return dict(zip(regions, ends, strict=False))
 
     @property
     def sent_numel(self) -> int:
         """Elements that a rank sends."""
         if not (regions := self.regions):
             return int(self.shard.meta["val"].numel())
-        return sum(map(self._sent_numel, regions))
+        return sum(map(self._sent_numel, regions.values()))
 
-    def _sent_numel(self, region: Region) -> int:
-        ratio = ops.dtype_ratio(region.unshard.meta["val"], self.dtype)
-        return (region.end - region.begin) * ratio
+    def _sent_numel(self, region: forms.Region) -> int:
+        return region.num_bytes // self.dtype.itemsize
 
     @property
     def kind(self) -> tuple[str, int, torch.dtype, torch.device]:
@@ -262,9 +259,8 @@ def _converted(graph: torch.fx.Graph, bucket: GatheredBucket) -> torch.fx.Node:
     if source.meta["val"].device != wanted.device:
         source = ops.call(graph, ops.MOVE, source, wanted.device)
     if regions := bucket.regions:
-        places = [[region.begin for region in regions], [region.end for region in regions]]
-        is_cast = [region.is_cast for region in regions]
-        return ops.call(graph, ops.NARROW, source, bucket.name, *places, is_cast, bucket.dtype)
+        arguments = forms.arguments_of(regions.values())
+        return ops.call(graph, ops.NARROW, source, bucket.name, *arguments, bucket.dtype)
     if source.meta["val"].dtype != bucket.dtype:
         source = ops.call(graph, ops.CAST, source, bucket.dtype)
     return source

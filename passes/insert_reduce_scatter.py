@@ -15,18 +15,25 @@ In the grouped form each gradient is reduced by itself, in one call, and nothing
 Gradients are cast to the dtype of the reduction as they are packed, and cast back, divided and moved to the device of
 the shard after. Gradients to be kept for a later step are packed as early, and not reduced; that step packs them again,
 added to its own, whatever the form.
+
+With a `reduce_form` ranks send each other their gradients in that form (`forms`), and each sums up in float32 what it
+receives: `d = sum_up(wait(all_to_all(pack([g1, g2]))))`. So nothing is rounded between two ranks, as it is by a
+reduce-scatter in a narrow dtype.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import torch
 import torch.fx
 
-from . import analysis, ops
+from . import analysis, forms, ops
 from .errors import pass_error
 from .merge_gradients import gradient_sums
 from .printer import printed_name
+
+NO_REGIONS: tuple[list[int], list[int], list[int], list[str]] = [], [], [], []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +60,15 @@ class InsertReduceScatter:
         gradients = node.args[:6]
         dtype = ops.argument(node, "reduce_dtype") or ops.argument(node, "gradients")[0].meta["val"].dtype
         if world_size == 1:
-            result = ops.call(graph, ops.PACK, *gradients, 1, dtype, like=node)
+            result = ops.call(graph, ops.PACK, *gradients, 1, dtype, *NO_REGIONS, like=node)
+        elif regions := sent_regions(node, dtype):
+            result = _summed_up(graph, node, regions, dtype)
         else:
             axis = world_size, group
             if self.grouped and ops.argument(node, "accumulated") is None:
                 pending = ops.call(graph, ops.REDUCE_SCATTER_GROUPED, *gradients, *axis, dtype, reduction, like=node)
             else:
-                packed = ops.call(graph, ops.PACK, *gradients, world_size, dtype, like=node)
+                packed = ops.call(graph, ops.PACK, *gradients, world_size, dtype, *NO_REGIONS, like=node)
                 pending = ops.call(graph, ops.REDUCE_SCATTER, packed, bucket, *axis, reduction, like=node)
             result = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
         if replicas > 1:
@@ -67,6 +76,32 @@ class InsertReduceScatter:
             pending = ops.call(graph, ops.ALL_REDUCE, result, bucket, *axis, reduction, like=node)
             result = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
         return result
+
+
+def _summed_up(
+    graph: torch.fx.Graph, node: torch.fx.Node, regions: list[forms.Region], dtype: torch.dtype
+) -> torch.fx.Node:
+    """The sum of what all ranks have sent this one in a form, or the mean."""
+    names = ("bucket", "reduction", "world_size", "group", "numel")
+    bucket, reduction, world_size, group, numel = (ops.argument(node, name) for name in names)
+    form, arguments = ops.argument(node, "reduce_form"), forms.arguments_of(regions)
+    packed = (forms.MESSAGE, *arguments) if forms.is_integers(form) else (forms.dtype_of_name(form), *NO_REGIONS)
+    sent = ops.call(graph, ops.PACK, *node.args[:6], world_size, *packed, like=node)
+    pending = ops.call(graph, ops.ALL_TO_ALL, sent, bucket, world_size, group, like=node)
+    received = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
+    wide = torch.promote_types(dtype, torch.float32)
+    return ops.call(graph, ops.SUM_UP, received, bucket, *arguments, numel, world_size, wide, reduction, like=node)
+
+
+def sent_regions(node: torch.fx.Node, dtype: torch.dtype) -> list[forms.Region]:
+    """What each rank's part of packed gradients consists of, where `node` (reduce_gradient) has them sent in a form."""
+    if not (form := ops.argument(node, "reduce_form")):
+        return []
+    names = ("gradients", "offsets", "world_size", "numel", "accumulated")
+    gradients, offsets, world_size, numel, accumulated = (ops.argument(node, name) for name in names)
+    shapes = [tuple(gradient.meta["val"].shape) for gradient in gradients]
+    taken = [ops.shard_numel(shape, world_size) for shape in shapes]
+    return forms.reduced_regions(offsets, shapes, taken, form, dtype, numel, is_whole=accumulated is not None)
 
 
 def _restore(graph: torch.fx.Graph, node: torch.fx.Node, reduced: torch.fx.Node) -> torch.fx.Node:

@@ -19,13 +19,14 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.fx
 
-from . import metadata, ops
+from . import forms, metadata, ops
 from .errors import refuse_calls, refuse_unplaced
 
 _aten = torch.ops.aten
@@ -116,10 +117,10 @@ class _Lowering:
     def chunks(self, node: torch.fx.Node) -> dict[int, torch.fx.Node]:
         """The gradients that `node` reduces, by offset, each as [world_size, n] in the dtype of the reduction.
 
-        What was kept of earlier steps is added.
+        What was kept of earlier steps is added. What is sent in forms is not cast.
         """
-        names = ("gradients", "accumulated", "offsets", "world_size", "dtype")
-        gradients, accumulated, offsets, world_size, dtype = (ops.argument(node, name) for name in names)
+        names = ("gradients", "accumulated", "offsets", "world_size", "dtype", "forms")
+        gradients, accumulated, offsets, world_size, dtype, names_of_forms = (ops.argument(node, n) for n in names)
         chunks = {}
         for gradient, offset in zip(gradients, offsets, strict=True):
             value = gradient.meta["val"]
@@ -130,7 +131,7 @@ class _Lowering:
             if accumulated is not None:
                 kept = self.kept(node, offset, offset + taken)
                 chunk = self.call(_aten.add.Tensor, self.cast(chunk, kept.meta["val"].dtype, node), kept, like=node)
-            chunks[offset] = self.cast(chunk, dtype, node)
+            chunks[offset] = chunk if names_of_forms else self.cast(chunk, dtype, node)
         return chunks
 
     def kept(self, node: torch.fx.Node, begin: int, end: int) -> torch.fx.Node:
@@ -151,6 +152,17 @@ class _Lowering:
         if numel > filled:
             parts.append(gap(filled, numel))
         return parts[0] if len(parts) == 1 else self.call(_aten.cat.default, parts, 1, like=like)
+
+    def message(
+        self, piece: torch.fx.Node, lead: list[int], region: forms.Region, like: torch.fx.Node
+    ) -> list[torch.fx.Node]:
+        """The parts of a message for a region, whose elements are `piece`, in the dtype that `like` returns."""
+        dtype = like.meta["val"].dtype
+        sent = forms.into_form(partial(self.call, like=like), piece, lead, region, piece.meta["val"].dtype)
+        return [
+            each if each.meta["val"].dtype == dtype else self.call(_aten.view.dtype, each, dtype, like=like)
+            for each in sent
+        ]
 
     def zeros(self, pieces: dict[int, torch.fx.Node]) -> Gap:
         """Zeros like `pieces`."""
@@ -176,20 +188,47 @@ def _join(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
 
 def _narrow(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     shard: Any = node.args[0]
-    begins, ends, is_cast, dtype = (ops.argument(node, name) for name in ("begins", "ends", "is_cast", "dtype"))
-    regions: list[tuple[int, int, bool]] = []
-    for begin, end, cast in zip(begins, ends, is_cast, strict=True):
-        if regions and regions[-1][1:] == (begin, cast):
-            begin = regions.pop()[0]
-        regions.append((begin, end, cast))
     pieces = []
-    for begin, end, cast in regions:
-        piece = lowering.section(shard, 0, begin, end, node)
-        if cast:
-            pieces.append(lowering.cast(piece, dtype, node))
-        else:
-            pieces.append(lowering.call(_aten.view.dtype, piece, dtype, like=node))
+    for region in _joined_regions(ops.regions(node)):
+        piece = lowering.section(shard, 0, region.begin, region.end, node)
+        pieces += lowering.message(piece, [], region, node)
     return lowering.call(_aten.cat.default, pieces, like=node)
+
+
+def _joined_regions(regions: list[forms.Region]) -> list[forms.Region]:
+    """The same, those as one that lie side by side in one dtype."""
+    found: list[forms.Region] = []
+    for region in regions:
+        last = found[-1] if found and not forms.is_integers(region.form) else None
+        if last is not None and (last.end, last.form) == (region.begin, region.form):
+            found[-1] = dataclasses.replace(last, end=region.end)
+        else:
+            found.append(region)
+    return found
+
+
+def _sum_up(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
+    received: Any = node.args[0]
+    numel, world_size, dtype = (ops.argument(node, name) for name in ("numel", "world_size", "dtype"))
+    call, sent_as, begin = partial(lowering.call, like=node), received.meta["val"].dtype, 0
+    by_rank = call(_aten.view.default, received, [world_size, received.meta["val"].numel() // world_size])
+    pieces, is_mean = {}, ops.argument(node, "reduction") == "avg"
+    for region, size in zip(ops.regions(node), forms.sizes(ops.regions(node), sent_as), strict=True):
+        piece = lowering.section(by_rank, 1, begin, begin + size, node)
+        if not forms.is_integers(region.form) and (form := forms.dtype_of_name(region.form)) != sent_as:
+            piece = call(_aten.view.dtype, lowering._copy(piece), form)
+        values = forms.out_of_form(call, piece, [world_size], region, dtype)
+        total = call(_aten.sum.dim_IntList, values, [0], True)
+        pieces[region.begin] = call(_aten.div.Tensor, total, float(world_size)) if is_mean else total
+        begin += size
+    joined = lowering.joined(pieces, numel, lowering.zeros(pieces), node)
+    return call(_aten.view.default, joined, [numel])
+
+
+def _all_to_all(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
+    packed, _, world_size, group = node.args
+    sizes = [packed.meta["val"].numel() // world_size] * world_size  # type: ignore[union-attr,operator]
+    return lowering.call(_c10d.all_to_all_single.default, packed, sizes, sizes, group, like=node)
 
 
 def _all_gather_grouped(lowering: _Lowering, node: torch.fx.Node) -> None:
@@ -259,7 +298,9 @@ def _wait(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node | None:
 
 def _copy_out(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     gathered: Any
-    gathered, _, offset, _, world_size, dtype = node.args
+    gathered, _, offset, _, world_size, dtype, form = node.args
+    if form is not None:
+        return _in_shape(lowering, _out_of_integers(lowering, node), node)
     if gathered in lowering.pieces:
         copied = lowering._copy(lowering.pieces[gathered][offset])  # type: ignore[index]
         chunks = lowering.call(ops.STORE, copied, like=node)  # Inductor takes a copy for the view that it copies
@@ -272,6 +313,23 @@ def _copy_out(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     if dtype is not None:  # its bytes were sent
         chunks = lowering.call(_aten.view.dtype, chunks, dtype, like=node)
     return _in_shape(lowering, chunks, node)
+
+
+def _out_of_integers(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
+    """The chunks of a parameter that was sent as blocks of integers, in memory, as [world_size, elements]."""
+    gathered: Any = node.args[0]
+    names = ("offset", "shape", "world_size", "dtype", "form")
+    offset, shape, world_size, dtype, form = (ops.argument(node, name) for name in names)
+    call, taken = partial(lowering.call, like=node), ops.taken_by(node)
+    if gathered in lowering.pieces:
+        message = call(_aten.view.default, lowering.pieces[gathered][offset], [world_size, taken])
+    else:
+        numel = gathered.meta["val"].numel() // world_size
+        by_rank = call(_aten.view.default, gathered, [world_size, numel])
+        message = lowering.section(by_rank, 1, offset, offset + taken, node)
+    region = forms.Region(0, ops.shard_numel(shape, world_size), math.prod(shape[1:]), form)
+    found: torch.fx.Node = forms.out_of_form(call, message, [world_size], region, dtype, store=partial(call, ops.STORE))
+    return found
 
 
 def _view_out(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
@@ -296,6 +354,8 @@ def _in_shape(lowering: _Lowering, chunks: torch.fx.Node, node: torch.fx.Node) -
 
 def _pack(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     chunks = lowering.chunks(node)
+    if ops.argument(node, "forms"):
+        return _pack_in_forms(lowering, node, chunks)
     numel, world_size, dtype = (ops.argument(node, name) for name in ("numel", "world_size", "dtype"))
 
     def kept(begin: int, end: int) -> torch.fx.Node:
@@ -305,6 +365,20 @@ def _pack(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     joined = lowering.joined(chunks, numel, gap, node)
     _note_join(joined)
     return lowering.call(_aten.view.default, joined, [world_size * numel], like=node)
+
+
+def _pack_in_forms(lowering: _Lowering, node: torch.fx.Node, chunks: dict[int, torch.fx.Node]) -> torch.fx.Node:
+    world_size, pieces = ops.argument(node, "world_size"), []
+    for region in ops.regions(node):
+        chunk = chunks.get(region.begin)
+        if chunk is None:
+            chunk = lowering.kept(node, region.begin, region.end)
+        missing = region.end - region.begin - chunk.meta["val"].shape[1]
+        if missing:
+            chunk = lowering.call(_aten.constant_pad_nd.default, chunk, [0, missing], like=node)
+        pieces += lowering.message(chunk, [world_size], region, node)
+    joined = lowering.call(_aten.cat.default, pieces, 1, like=node)
+    return lowering.call(_aten.view.default, joined, [node.meta["val"].numel()], like=node)
 
 
 def _note_join(joined: torch.fx.Node) -> None:
@@ -355,6 +429,8 @@ _RULES: dict[Any, Any] = {
     ops.REDUCE_SCATTER: _reduce_scatter,
     ops.REDUCE_SCATTER_GROUPED: _reduce_scatter_grouped,
     ops.ALL_REDUCE: _all_reduce,
+    ops.ALL_TO_ALL: _all_to_all,
+    ops.SUM_UP: _sum_up,
     ops.WAIT: _wait,
     ops.COPY_OUT: _copy_out,
     ops.VIEW_OUT: _view_out,

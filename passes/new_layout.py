@@ -59,7 +59,7 @@ class NewLayout:
         gradients, accumulated, bucket, parameters, _, _, _, _, dtype, device, *_ = node.args
         assert accumulated is None, f"{node} adds to what was kept in the layout that was traced"
         arguments = [self.arguments_of_parameter[str(name)] for name in parameters]  # type: ignore[union-attr]
-        _, _, _, _, world_size, group, _, _, *reduction = arguments[0]
+        _, _, _, _, world_size, group, _, _, _, *reduction = arguments[0]
         offsets, numel = [offset for _, _, offset, *_ in arguments], self.numel_of_bucket[str(bucket)]
         shards = offsets, numel, world_size, group
         node.args = (gradients, None, bucket, parameters, *shards, dtype, device, *reduction)

@@ -22,15 +22,16 @@ the grouped form sends one message per parameter in one call, and needs none::
     all_gather(shard), all_gather_grouped(shards)     pending; all ranks' shards, one after another
     join(shards)                                      the shards of several buckets, one after another
     wait(pending)                                     the buffer, ready
-    narrow(shard, ...)                                parameters of a shard, some cast, of the others the bytes
+    narrow(shard, ...)                                parameters of a shard, each in a form (see `forms`)
     copy_out(gathered, ...), view_out(gathered, ...)  one full parameter, as a new tensor or as a view
     store(value)                                      the value itself, in memory rather than computed where it is read
     free(full)                                        the end of the life of a gathered buffer or a full parameter
     poison(full)                                      what a debug mode makes of a free: NaN in every element
     part(shard), reshard(gathered)                    a part of the gathered buffer, kept for a gather by fewer ranks
-    pack(gradients, accumulated, ...)                 full gradients in the layout that reduce_scatter reads
+    pack(gradients, accumulated, ...)                 full gradients in the layout that reduce_scatter reads, in forms
     reduce_scatter(packed), reduce_scatter_grouped(gradients, accumulated), all_reduce(gradient)
                                                       pending; the shard's gradient
+    all_to_all(packed), sum_up(received)              pending: what all ranks packed for this one; the shard's gradient
     cast(value), divide(value), move(value)           another dtype, a smaller gradient, another device
     copy_start(source), copy_wait(copied, source)     a move in two: a copy that runs beside the computation
     copies_done(on_cpu)                               the host waits until these have been read or filled by copies
@@ -54,7 +55,7 @@ from urllib.parse import quote, unquote
 import torch
 import torch.fx
 
-from . import metadata
+from . import forms, metadata
 
 LIBRARY = torch.library.Library("fsdp", "DEF")
 
@@ -101,10 +102,11 @@ class Operator:
 # ---------------------------------------------------------------------------------------------------------------
 
 _SHARD_GROUP = "int world_size, str group"
-_REDUCTION = "int replicas, str replica_group, str reduction, float divisor, ScalarType? reduce_dtype"
+_REDUCTION = "int replicas, str replica_group, str reduction, float divisor, ScalarType? reduce_dtype, str reduce_form"
 _GRADIENTS = "Tensor[] gradients, Tensor? accumulated, str bucket, str[] parameters, int[] offsets, int numel"
 _PARAMETER = "str parameter, int offset, int[] shape, int world_size"
-_COMPUTE = "ScalarType? dtype, Device? device"
+_COMPUTE = "ScalarType? dtype, Device? device, str gather_form"
+_REGIONS = "int[] begins, int[] ends, int[] inners, str[] forms"
 
 
 def _numel(shards: list[torch.Tensor]) -> int:
@@ -157,11 +159,11 @@ JOIN = Operator(
     name="{bucket}.joined",
 ).defined()
 NARROW = Operator(
-    "narrow(Tensor shard, str bucket, int[] begins, int[] ends, bool[] is_cast, ScalarType dtype) -> Tensor",
-    lambda shard, bucket, begins, ends, is_cast, dtype: shard.new_empty(
-        sum(sizes_of_regions(begins, ends, is_cast, dtype_ratio(shard, dtype))), dtype=dtype
+    f"narrow(Tensor shard, str bucket, {_REGIONS}, ScalarType dtype) -> Tensor",
+    lambda shard, bucket, begins, ends, inners, names, dtype: shard.new_empty(
+        sum(forms.sizes(forms.regions_of([begins, ends, inners, names]), dtype)), dtype=dtype
     ),
-    shown=("shard", "begins", "is_cast"),
+    shown=("shard", "begins", "forms"),
     name="{bucket}.{dtype}",
     kind="conversion",
 ).defined()
@@ -171,9 +173,9 @@ WAIT = Operator(
     shown=("pending",),
 ).defined()
 COPY_OUT = Operator(
-    f"copy_out(Tensor gathered, {_PARAMETER}, ScalarType? dtype) -> Tensor",
-    lambda gathered, parameter, offset, shape, world_size, dtype: gathered.new_empty(shape, dtype=dtype),
-    shown=("gathered", "offset"),
+    f"copy_out(Tensor gathered, {_PARAMETER}, ScalarType? dtype, str? form) -> Tensor",
+    lambda gathered, parameter, offset, shape, world_size, dtype, form: gathered.new_empty(shape, dtype=dtype),
+    shown=("gathered", "offset", "form"),
     name="{parameter}",
     kind="parameter_out",
 ).defined()
@@ -215,11 +217,11 @@ RESHARD = Operator(
     name="{bucket}.part",
 ).defined()
 PACK = Operator(
-    f"pack({_GRADIENTS}, int world_size, ScalarType dtype) -> Tensor",
-    lambda gradients, accumulated, bucket, parameters, offsets, numel, world_size, dtype: _empty(
-        gradients, numel * world_size, dtype=dtype
+    f"pack({_GRADIENTS}, int world_size, ScalarType dtype, {_REGIONS}) -> Tensor",
+    lambda gradients, accumulated, bucket, parameters, offsets, numel, world_size, dtype, *regions: _empty(
+        gradients, world_size * (sum(forms.sizes(forms.regions_of(regions), dtype)) or numel), dtype=dtype
     ),
-    shown=("gradients", "offsets", "accumulated"),
+    shown=("gradients", "offsets", "accumulated", "forms"),
     name="{bucket}.packed",
 ).defined()
 REDUCE_SCATTER = Operator(
@@ -247,6 +249,24 @@ ALL_REDUCE = Operator(
     name="{bucket}.grad.pending",
     name_of_wait="{bucket}.grad",
     kind="reduction",
+).defined()
+ALL_TO_ALL = Operator(
+    f"all_to_all(Tensor packed, str bucket, {_SHARD_GROUP}) -> Tensor",
+    lambda packed, bucket, world_size, group: torch.empty_like(packed),
+    shown=("packed",),
+    name="{bucket}.grad.pending",
+    name_of_wait="{bucket}.grad.received",
+    kind="reduction",
+).defined()
+SUM_UP = Operator(
+    f"sum_up(Tensor received, str bucket, {_REGIONS}, int numel, int world_size, ScalarType dtype, str reduction)"
+    " -> Tensor",
+    lambda received, bucket, begins, ends, inners, names, numel, world_size, dtype, reduction: received.new_empty(
+        numel, dtype=dtype
+    ),
+    shown=("received", "begins", "forms"),
+    name="{bucket}.grad",
+    kind="conversion",
 ).defined()
 CAST = Operator(
     "cast(Tensor value, ScalarType dtype) -> Tensor",
@@ -323,10 +343,9 @@ def dtype_ratio(wide: torch.Tensor, narrow: torch.dtype) -> int:
     return wide.dtype.itemsize // narrow.itemsize
 
 
-def sizes_of_regions(begins: list[int], ends: list[int], is_cast: list[bool], ratio: int) -> list[int]:
-    """Elements of regions of a shard, each of which is cast, or sent as `ratio` elements for each of its own."""
-    regions = zip(begins, ends, is_cast, strict=True)
-    return [(end - begin) * (1 if cast else ratio) for begin, end, cast in regions]
+def regions(node: torch.fx.Node) -> list[forms.Region]:
+    """Those of a call that takes some."""
+    return forms.regions_of([argument(node, name) for name in ("begins", "ends", "inners", "forms")])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -410,7 +429,10 @@ def parameters_of(gather: torch.fx.Node) -> list[torch.fx.Node]:
 def taken_by(out: torch.fx.Node) -> int:
     """Elements of every rank's part of a gathered buffer that the parameter takes which `out` takes out of it."""
     gathered: Any = out.args[0]
-    taken = shard_numel(argument(out, "shape"), argument(out, "world_size"))
+    shape = argument(out, "shape")
+    taken = shard_numel(shape, argument(out, "world_size"))
+    if is_call(out, COPY_OUT) and (form := argument(out, "form")):
+        return forms.num_bytes(form, taken, math.prod(shape[1:]))
     return taken * dtype_ratio(out.meta["val"], gathered.meta["val"].dtype)
 
 

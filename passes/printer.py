@@ -35,6 +35,8 @@ _DTYPES = {
     torch.bool: "b8",
 }
 
+_LEFT_OUT = ("accumulated", "form", "forms")
+"""Arguments that are printed only if there is something in them."""
 _ARGUMENT = re.compile(r"{(\w+)}")
 
 
@@ -138,9 +140,10 @@ def _bucket_of_input(node: torch.fx.Node) -> str | None:
 
 def _line(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     row = ops.OPERATORS.get(node.target)
-    values = list(node.args) if row is None else [ops.argument(node, name) for name in row.shown]
-    if row is not None and "accumulated" in row.shown and values[-1] is None:
-        values.pop()
+    values = list(node.args)
+    if row is not None:
+        found = {name: ops.argument(node, name) for name in row.shown}
+        values = [value for name, value in found.items() if value or name not in _LEFT_OUT]
     arguments = [_argument(value, names) for value in values]
     arguments += [f"{name}={_argument(value, names)}" for name, value in node.kwargs.items()]
     call = f"{target_name(node)}({', '.join(arguments)})"

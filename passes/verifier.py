@@ -59,7 +59,8 @@ class Stage:
 
 
 _CAPTURED = {ops.UNSHARD, ops.REDUCE_GRADIENT, ops.PACK}
-_REDUCTIONS = {ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED, ops.ALL_REDUCE, ops.PACK}
+_SCATTERS = {ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED}
+_REDUCTIONS = _SCATTERS | {ops.ALL_REDUCE, ops.PACK, ops.ALL_TO_ALL, ops.SUM_UP}
 _GATHERS = {ops.ALL_GATHER, ops.ALL_GATHER_GROUPED, ops.NARROW, ops.JOIN, ops.COPY_OUT, ops.VIEW_OUT, ops.RESHARD}
 _PREPARED = {ops.WAIT, ops.CAST, ops.DIVIDE}
 _BOTH = _PREPARED | {ops.MOVE}
@@ -212,7 +213,7 @@ def _all_freed(graph: torch.fx.Graph) -> None:
 
 def _gradients(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
-        if ops.is_call(node, ops.REDUCE_GRADIENT, ops.REDUCE_SCATTER_GROUPED):
+        if ops.is_call(node, ops.REDUCE_GRADIENT, ops.REDUCE_SCATTER_GROUPED, ops.SUM_UP):
             numel, found = ops.argument(node, "numel"), node.meta["val"].numel()
             _require(numel == found, f"returns {found} elements for a shard of {numel}", node)
         if ops.is_call(node, ops.REDUCE_SCATTER) and ops.is_call(node.args[0], ops.PACK):

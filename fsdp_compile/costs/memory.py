@@ -155,7 +155,12 @@ def _lives_of_messages(gather: torch.fx.Node, time: Mapping[torch.fx.Node, int])
     """The lives of what a grouped gather brings: every parameter is in memory by itself."""
     (wait,) = gather.users
     lives: dict[torch.fx.Node, _Life] = {}
-    for out in filter(ops.is_parameter_out, wait.users):
+    copied = [out for out in wait.users if ops.is_call(out, ops.COPY_OUT)]
+    if copied:
+        ranks, itemsize = ops.argument(gather, "world_size"), gather.meta["val"].element_size()
+        size = ranks * itemsize * sum(map(ops.taken_by, copied))
+        lives[gather] = _Life(time[gather], max(time[out] for out in copied), size, "gathered")
+    for out in (out for out in wait.users if ops.is_call(out, ops.VIEW_OUT)):
         shape, world_size = ops.argument(out, "shape"), ops.argument(out, "world_size")
         size = ops.shard_numel(shape, world_size) * world_size * out.meta["val"].element_size()
         ends = [_end(reader, time) for reader in analysis.uses(out) if not ops.is_call(reader, ops.FREE)]

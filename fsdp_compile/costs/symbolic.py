@@ -21,7 +21,7 @@ import torch.fx
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..layout.padding import room
-from ..passes import metadata, ops
+from ..passes import forms, metadata, ops
 from ..runtime.shapes import size_expression
 from .nodes import Compiler, Extent, kernels_of
 from .work import Work, WorkOfGraph
@@ -199,13 +199,10 @@ class _Bucket:
 
     def numel_of_narrow(self, node: torch.fx.Node) -> Any:
         """Elements that `narrow` makes of the shard."""
-        shard, dtype = node.all_input_nodes[0].meta["val"].dtype, ops.argument(node, "dtype")
-        regions = zip(ops.argument(node, "begins"), ops.argument(node, "is_cast"), strict=True)
+        dtype = ops.argument(node, "dtype")
+        sent = [(region.begin, forms.dtype_of_name(region.form)) for region in ops.regions(node)]
         return sum(
-            room(self.shapes[begin], NUM_SHARDS, {dtype})
-            if is_cast
-            else room(self.shapes[begin], NUM_SHARDS, {shard}) * (shard.itemsize // dtype.itemsize)
-            for begin, is_cast in regions
+            room(self.shapes[begin], NUM_SHARDS, {form}) * (form.itemsize // dtype.itemsize) for begin, form in sent
         )
 
 
@@ -217,6 +214,7 @@ def _is_packing(node: torch.fx.Node) -> bool:
 def _buckets(graphs: Sequence[torch.fx.Graph]) -> dict[str, _Bucket]:
     """The buckets that are sharded, by name."""
     buckets: dict[str, _Bucket] = {}
+    _refuse_forms(graphs)
     for graph in graphs:
         for node in graph.nodes:
             if ops.is_all_gather(node) and not _is_of_parts(node):
@@ -231,6 +229,15 @@ def _buckets(graphs: Sequence[torch.fx.Graph]) -> dict[str, _Bucket]:
                 "in ignored_params"
             )
     return buckets
+
+
+def _refuse_forms(graphs: Sequence[torch.fx.Graph]) -> None:
+    """Raise ConfigError for a unit whose bytes no formula of this file has."""
+    for node in (node for graph in graphs for node in graph.nodes):
+        is_integers = ops.is_call(node, ops.NARROW) and ops.argument(node, "dtype") == forms.MESSAGE
+        if is_integers or ops.is_call(node, ops.ALL_TO_ALL):
+            unit = ops.unit_of_bucket(ops.argument(node, "bucket"))
+            raise ConfigError(f"formulas have no communication_dtype, which {unit} has: leave it out")
 
 
 def _note_gather(buckets: dict[str, _Bucket], gather: torch.fx.Node) -> None:
@@ -251,10 +258,8 @@ def _places(sent: torch.fx.Node) -> dict[int, int]:
     """Where in a shard the regions begin that `narrow` takes, by where they begin in what is sent."""
     if not ops.is_call(sent, ops.NARROW):
         return {}
-    begins, ends, is_cast = (ops.argument(sent, name) for name in ("begins", "ends", "is_cast"))
-    ratio = ops.dtype_ratio(sent.all_input_nodes[0].meta["val"], ops.argument(sent, "dtype"))
-    sizes = ops.sizes_of_regions(begins, ends, is_cast, ratio)
-    return dict(zip([0, *accumulate(sizes)], begins, strict=False))
+    sizes = forms.sizes(ops.regions(sent), ops.argument(sent, "dtype"))
+    return dict(zip([0, *accumulate(sizes)], ops.argument(sent, "begins"), strict=False))
 
 
 def _note_gradients(buckets: dict[str, _Bucket], node: torch.fx.Node) -> None:

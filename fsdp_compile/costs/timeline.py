@@ -183,6 +183,8 @@ def seconds_of(node: torch.fx.Node, ring: Ring, hardware: Hardware) -> float:
     """Seconds of one collective."""
     if ops.is_call(node, ops.ALL_REDUCE):
         return collectives.all_reduce(full_bytes(node), ring, hardware)
+    if ops.is_call(node, ops.ALL_TO_ALL):
+        return collectives.all_to_all(full_bytes(node), ring, hardware)
     collective = collectives.all_gather if ops.is_all_gather(node) else collectives.reduce_scatter
     return collective(full_bytes(node), ring, hardware) + (num_messages(node) - 1) * hardware.message_start
 

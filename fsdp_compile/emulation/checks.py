@@ -18,7 +18,7 @@ from .wrapper import Step, functions_of, steps_of
 MATMULS = {"mm": "mm", "addmm": "mm", "bmm": "bmm", "baddbmm": "bmm", "convolution": "convolution"}
 """Inductor may take a bias out of a matmul."""
 
-_SENDS = {"wait_tensor", "all_reduce", "copy_start", "copy_wait", "copies_done"}
+_SENDS = {"wait_tensor", "all_reduce", "all_to_all_single", "copy_start", "copy_wait", "copies_done"}
 _SYNCHRONISES = re.compile(r"\.item\(|\.cpu\(|\.tolist\(|synchronize\(|\.nonzero\(")
 
 

@@ -28,6 +28,7 @@ def install(device: str = "CPU") -> None:
         all_gather_into_tensor_coalesced,
         all_reduce,
         all_reduce_,
+        all_to_all_single,
         reduce_scatter_tensor,
         reduce_scatter_tensor_coalesced,
         wait_tensor,
@@ -66,6 +67,12 @@ def reduce_scatter_tensor_coalesced(
     fulls: Sequence[Tensor], operator: str, group_size: int, group_name: str
 ) -> list[Tensor]:
     return [reduce_scatter_tensor(full, operator, group_size, group_name) for full in fulls]
+
+
+def all_to_all_single(packed: Tensor, num_received: Sequence[int], num_sent: Sequence[int], group_name: str) -> Tensor:
+    received = packed.new_empty((sum(num_received), *packed.shape[1:]))
+    sizes, group = (list(num_received), list(num_sent)), _group(group_name)
+    return _started(received, lambda: dist.all_to_all_single(received, packed.contiguous(), *sizes, group))
 
 
 def all_reduce(tensor: Tensor, operator: str, group_name: str) -> Tensor:

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigError
-from ..passes import ops
+from ..passes import forms, ops
+from .communication import UNCHANGED, CommunicationDtype
 from .distribution import Distribution, local_part, read_as
 from .options import GradientReduction
 from .padding import room
@@ -97,6 +98,7 @@ class Layout:
         gradient_dtype: of the parameters' gradients, if that is not the parameters'.
         is_full: whether nothing is cast for now, but for reductions that are cast to `full_reduce_dtype`.
         averages: over how many ranks the mean of gradients is taken, if not over those that add them up.
+        communication: in which form gathers and reductions send what they send.
     """
 
     bucket: str
@@ -115,11 +117,26 @@ class Layout:
     is_full: bool = False
     full_reduce_dtype: torch.dtype | None = None
     averages: int | None = None
+    communication: CommunicationDtype = UNCHANGED
 
     @property
     def casts(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """What gathers and reductions cast to for now; None leaves what they get."""
         return (None, self.full_reduce_dtype) if self.is_full else (self.param_dtype, self.reduce_dtype)
+
+    @property
+    def sent_forms(self) -> tuple[str, str]:
+        """In which form gathers and reductions send for now; "" leaves them as they are."""
+        sent = UNCHANGED if self.is_full or self.shards.size == 1 else self.communication
+        return sent.gather_form, sent.reduce_form
+
+    def reduced_regions(self, dtype: torch.dtype) -> list[forms.Region]:
+        """The forms in which gradients of all its parameters are sent, packed in this dtype; none if they are not."""
+        _, form = self.sent_forms
+        offsets, shapes = [slot.offset for slot in self.slots], [slot.rows for slot in self.slots]
+        taken = [ops.shard_numel(shape, self.shards.size) for shape in shapes]
+        asked = offsets, shapes, taken, form, dtype, self.numel
+        return forms.reduced_regions(*asked, is_whole=True) if form else []
 
     def reduced_by(self, reduction: GradientReduction, *, sums: bool) -> GradientReduction:
         """What a reduction means for it, where collectives may sum only."""
@@ -135,6 +152,7 @@ class Layout:
     def unshard_arguments(self, slot: Slot) -> tuple[Any, ...]:
         """The arguments of `fsdp::unshard` after the tensors and the destination of the gradient."""
         param_dtype, reduce_dtype = self.casts
+        gather_form, reduce_form = self.sent_forms
         return (
             self.bucket,
             slot.parameter,
@@ -144,11 +162,13 @@ class Layout:
             self.shards.group,
             param_dtype,
             self.compute_device,
+            gather_form,
             self.replicas.size,
             self.replicas.group,
             self.reduction.operator,
             self.reduction.divisor,
             reduce_dtype,
+            reduce_form,
         )
 
     def assemble_arguments(self, slot: Slot) -> tuple[Any, ...] | None:
@@ -203,6 +223,7 @@ class Placement:
         offload_from: the device of the forward, if the shards are to live on the CPU.
         dim_of_parameter: on which dimension each parameter is sharded, by name; without one on the first.
         own_of_parameter: of parameters on a mesh of their own, by name, what they have instead of `axes`.
+        communication_of_unit: in which form gathers and reductions of a unit send, by its name.
     """
 
     axes: Axes
@@ -211,6 +232,7 @@ class Placement:
     offload_from: torch.device | None = None
     dim_of_parameter: Mapping[str, int] = dataclasses.field(default_factory=dict)
     own_of_parameter: Mapping[str, OwnAxes] = dataclasses.field(default_factory=dict)
+    communication_of_unit: Mapping[str, CommunicationDtype] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +257,8 @@ def lay_out(units: list[Unit], placement: Placement) -> list[Layout]:
             buckets.setdefault(_key(name, parameter, placement), []).append((name, parameter))
         for key, parameters in buckets.items():
             name = ops.bucket_of_unit(unit.name, "" if len(buckets) == 1 else _suffix(key, list(buckets)))
-            layouts.append(_layout(name, key, parameters, placement))
+            communication = placement.communication_of_unit.get(unit.name, UNCHANGED)
+            layouts.append(_layout(name, key, parameters, placement, communication))
     return layouts
 
 
@@ -270,10 +293,17 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _layout(bucket: str, key: _Key, parameters: list[tuple[str, nn.Parameter]], placement: Placement) -> Layout:
+def _layout(
+    bucket: str,
+    key: _Key,
+    parameters: list[tuple[str, nn.Parameter]],
+    placement: Placement,
+    communication: CommunicationDtype,
+) -> Layout:
     axes = placement.axes if key.own is None else key.own.axes
     shards, replicas = (NO_AXIS, axes.everyone) if key.is_scalar else (axes.shards, axes.replicas)
-    dtypes = [dtype for dtype in (key.dtype, key.param_dtype, key.reduce_dtype) if dtype is not None]
+    sent = communication.reduce if isinstance(communication.reduce, torch.dtype) else None
+    dtypes = [dtype for dtype in (key.dtype, key.param_dtype, key.reduce_dtype, sent) if dtype is not None]
     slots = []
     numel = 0
     for name, parameter in parameters:
@@ -296,5 +326,6 @@ def _layout(bucket: str, key: _Key, parameters: list[tuple[str, nn.Parameter]], 
         key.reduce_dtype,
         placement.offload_from if placement.offload_from != torch.device("cpu") else None,
         averages=None if key.own is None else key.own.averages,
+        communication=communication,
     )
     return dataclasses.replace(laid_out, reduction=laid_out.reduced_by(placement.reduction, sums=False))

@@ -10,6 +10,7 @@ import torch.nn as nn
 
 from ..errors import ConfigError
 from ..layout.buckets import check_parameters
+from ..layout.communication import find_communication
 from ..layout.distribution import distribution_mesh
 from ..layout.placements import find_placements
 from ..layout.precision import find_precision
@@ -33,7 +34,8 @@ def decide(model: nn.Module, options: Options, own_meshes: Mapping[str, OwnMesh]
     """
     parameters = check_model(model, options.ignored)
     units = find_units(model, options.auto_wrap_policy, frozenset(model.parameters()) - frozenset(parameters.values()))
-    options.schedule.check_globs([unit.name for unit in units])
+    names = [unit.name for unit in units]
+    options.schedule.check_globs(names)
     precision = find_precision(model, options.mp_policy, _modules_of(units, model))
     dims, placed = find_placements(parameters, options.shard_placement_fn)
     decision = Decision(
@@ -43,6 +45,7 @@ def decide(model: nn.Module, options: Options, own_meshes: Mapping[str, OwnMesh]
         precision,
         options.schedule,
         dim_of_parameter=dims,
+        communication_of_unit=find_communication(options.communication, names),
         own_meshes={name: own for name, own in {**own_meshes, **placed}.items() if name in parameters},
     )
     for _, together in decision.by_mesh():

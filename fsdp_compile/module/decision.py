@@ -13,6 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
+from ..layout.communication import UNCHANGED, CommunicationDtype
 from ..layout.distribution import distribution_mesh
 from ..layout.precision import Precision
 from ..layout.unit_meshes import OwnMesh
@@ -35,6 +36,7 @@ class Decision:
         is_alone: whether the user has named a mesh, or a process group, of this rank alone.
         dim_of_parameter: on which dimension each parameter is sharded, by name; without one on the first.
         own_meshes: of the parameters that are not on that mesh, by name.
+        communication_of_unit: in which form a unit sends what it sends, by name.
         ranks: that hold the parts of the model, once they are known.
     """
 
@@ -48,6 +50,7 @@ class Decision:
     is_alone: bool = False
     dim_of_parameter: Mapping[str, int] = dataclasses.field(default_factory=dict)
     own_meshes: Mapping[str, OwnMesh] = dataclasses.field(default_factory=dict)
+    communication_of_unit: Mapping[str, CommunicationDtype] = dataclasses.field(default_factory=dict)
     ranks: tuple[int, ...] = ()
 
     def by_mesh(self) -> Iterator[tuple[DeviceMesh | None, dict[str, nn.Parameter]]]:
@@ -68,7 +71,14 @@ class Decision:
 
     def with_shards(self, num_shards: int) -> dict[str, Reshard]:
         """Whether each unit reshards after the forward, sharded over so many ranks; as `ScheduleConfig` has it."""
-        return self.schedule.reshard_of_unit([unit.name for unit in self.units], num_shards)
+        found = self.schedule.reshard_of_unit([unit.name for unit in self.units], num_shards)
+        for unit, value in found.items():
+            if not isinstance(value, bool) and self.communication_of_unit.get(unit, UNCHANGED).gather:
+                raise ConfigError(
+                    f"reshard_after_forward: the unit {unit} cannot stay with {value} ranks, because "
+                    "communication_dtype gathers it as integers: give it a bool"
+                )
+        return found
 
     @property
     def is_planned_by_default(self) -> bool:
@@ -178,7 +188,14 @@ def check_dense(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
 def statement_of_decision(decision: Decision) -> list[Line]:
     """How a model is sharded: the options that decide about collectives, and every parameter of every unit."""
     asked = decision.options
-    options = (asked.strategy, decision.schedule, asked.reduction, asked.offload, asked.sync_module_states)
+    options = (
+        asked.strategy,
+        decision.schedule,
+        asked.reduction,
+        asked.offload,
+        asked.sync_module_states,
+        asked.communication,
+    )
     lines = [Line(f"options: {option}") for option in options] + [Line(f"check_gradients: {asked.check_gradients}")]
     for unit in decision.units:
         for name, parameter in unit.parameters:

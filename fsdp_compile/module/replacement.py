@@ -161,6 +161,7 @@ def _layouts(decision: Decision, mesh: DeviceMesh) -> list[Layout]:
         decision.compute_device if decision.options.offload.is_on else None,
         decision.dim_of_parameter,
         {name: own_axes[own] for name, own in decision.own_meshes.items()},
+        decision.communication_of_unit,
     )
     return lay_out(decision.units, placement)
 

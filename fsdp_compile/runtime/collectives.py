@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed._functional_collectives
 
+from ..passes import forms
 from .agreement import Agreement
 from .places import at, outside_of_graphs
 
@@ -69,13 +70,44 @@ def reduce_packed(
     replica_group: str,
     reduction: str,
     divisor: float,
+    regions: Sequence[forms.Region] = (),
 ) -> torch.Tensor:
-    """The gradient of a shard from a bucket's packed gradients, reduced over both axes in the dtype they have."""
-    if world_size > 1:
+    """The gradient of a shard from a bucket's packed gradients, reduced over both axes in the dtype they have.
+
+    Args:
+        regions: the forms in which each rank's part is sent, if ranks send each other their gradients.
+    """
+    if world_size > 1 and regions:
+        packed = _summed_up(packed, world_size, group, reduction, regions)
+    elif world_size > 1:
         packed = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(packed, reduction, world_size, group))
     if replicas > 1:
         packed = _c10d.wait_tensor(_c10d.all_reduce(packed, reduction, replica_group))
     return (packed.to(dtype) / divisor if divisor != 1 else packed.to(dtype)).to(device)
+
+
+def _summed_up(
+    packed: torch.Tensor, world_size: int, group: str, reduction: str, regions: Sequence[forms.Region]
+) -> torch.Tensor:
+    """What `fsdp::sum_up` computes, from what all ranks send each other."""
+    by_rank, numel = packed.view(world_size, -1), packed.numel() // world_size
+    sent = [
+        piece
+        for region in regions
+        for piece in forms.into_form(
+            forms.eagerly, by_rank[:, region.begin : region.end], [world_size], region, packed.dtype
+        )
+    ]
+    message = torch.cat([each.contiguous().view(forms.MESSAGE) for each in sent], 1)
+    part = [message.shape[1]] * world_size
+    received = wait(all_to_all(message.view(-1), part, part, group)).view(world_size, -1)
+    dtype = torch.promote_types(packed.dtype, torch.float32)
+    total = packed.new_zeros(numel, dtype=dtype)
+    for region, piece in zip(regions, received.split([region.num_bytes for region in regions], 1), strict=True):
+        values = piece if forms.is_integers(region.form) else piece.contiguous().view(forms.dtype_of_name(region.form))
+        summed = forms.out_of_form(forms.eagerly, values, [world_size], region, dtype).sum(0)
+        total[region.begin : region.end] = summed
+    return total / world_size if reduction == "avg" else total
 
 
 class OnAnyRank:

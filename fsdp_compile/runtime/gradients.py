@@ -105,7 +105,9 @@ def _reduce_leftover(shard: FlatShard) -> None:
         if doubtful:
             found = OnAnyRank([offset in offsets for offset in doubtful], layout.groups, packed.device).wait()
             offsets.update(itertools.compress(doubtful, found))
-        flat = reduce_packed(packed, *axes, layout.reduction.operator, layout.reduction.divisor)
+        flat = reduce_packed(
+            packed, *axes, layout.reduction.operator, layout.reduction.divisor, layout.reduced_regions(packed.dtype)
+        )
     shard.give(flat, set(), offsets)
 
 

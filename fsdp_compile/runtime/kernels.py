@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..errors import ConfigError
-from ..passes import ops
+from ..passes import forms, ops
+from ..passes.insert_reduce_scatter import NO_REGIONS
 from .agreement import Agreement
 from .collectives import gather_chunk, reduce_packed, running_alone
 from .gradients import note_gradients, shard_of
@@ -46,15 +47,20 @@ def _unshard(
     group: str,
     dtype: torch.dtype | None,
     device: torch.device | None,
+    gather_form: str,
     *_: Any,
 ) -> torch.Tensor:
-    section = shard[offset : offset + ops.shard_numel(shape, world_size)]
-    chunk = section.to(device=device or shard.device, dtype=dtype or shard.dtype)
+    taken, computed_in = ops.shard_numel(shape, world_size), dtype or shard.dtype
+    section = shard[offset : offset + taken]
     if world_size == 1:
+        chunk = section.to(device=device or shard.device, dtype=computed_in)
         return (chunk.clone() if chunk.data_ptr() == section.data_ptr() else chunk).view(shape)
+    region = forms.region_at(0, shape, taken, gather_form, computed_in, taken)
+    chunk = torch.cat(forms.into_form(forms.eagerly, section.to(device or shard.device), [], region, shard.dtype))
     with running_alone(f"the gather of {parameter}", _agreement_of(shard), group):
-        rows = gather_chunk(chunk, world_size, group).view(-1, *shape[1:])
-    return rows[: shape[0]].contiguous()
+        gathered = gather_chunk(chunk, world_size, group).view(world_size, -1)
+    full: torch.Tensor = forms.out_of_form(forms.eagerly, gathered, [world_size], region, computed_in)
+    return full.view(-1, *shape[1:])[: shape[0]].contiguous()
 
 
 def _poison(full: torch.Tensor) -> None:
@@ -71,6 +77,7 @@ def _pack(
     numel: int,
     world_size: int,
     dtype: torch.dtype,
+    *_: Any,
 ) -> torch.Tensor:
     wide = dtype if accumulated is None else accumulated.dtype
     packed = gradients[0].new_zeros(world_size, numel, dtype=wide)
@@ -98,10 +105,16 @@ def _reduce_gradient(
     reduction: str,
     divisor: float,
     reduce_dtype: torch.dtype | None,
+    reduce_form: str,
 ) -> torch.Tensor:
-    sent = reduce_dtype or gradients[0].dtype
+    sent, regions = reduce_dtype or gradients[0].dtype, []
+    if reduce_form:
+        shapes = [tuple(gradient.shape) for gradient in gradients]
+        taken, is_whole = [ops.shard_numel(shape, world_size) for shape in shapes], accumulated is not None
+        regions = forms.reduced_regions(offsets, shapes, taken, reduce_form, sent, numel, is_whole=is_whole)
     packed = _pack(gradients, accumulated, bucket, parameters, offsets, numel, world_size, sent)
-    return reduce_packed(packed, world_size, group, dtype, device, replicas, replica_group, reduction, divisor)
+    axes = world_size, group, dtype, device, replicas, replica_group
+    return reduce_packed(packed, *axes, reduction, divisor, regions)
 
 
 def _agreement_of(data: torch.Tensor) -> Agreement | None:
@@ -119,7 +132,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    bucket, parameter, offset, _, world_size, group, _, _, *reduction = ctx.arguments
+    bucket, parameter, offset, _, world_size, group, _, _, _, *reduction = ctx.arguments
     if get_proxy_mode() is not None and not _is_capturing.get():
         raise ConfigError(
             f"the backward of {parameter}, which is sharded, was traced by a compiler that knows nothing of sharding: "
@@ -134,7 +147,7 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     of_shard = of_accumulated = None
     slot = bucket, [parameter], [offset], ctx.shard.numel(), world_size
     if ctx.gradient == "keep":
-        of_accumulated = torch.ops.fsdp.pack([gradient], None, *slot, ctx.accumulated.dtype)
+        of_accumulated = torch.ops.fsdp.pack([gradient], None, *slot, ctx.accumulated.dtype, *NO_REGIONS)
     elif ctx.gradient == "reduce":
         # Where this runs, each read of a parameter comes by: what is accumulated is added once, when all are done.
         accumulated = ctx.accumulated if shard_of(ctx.shard) is None else None

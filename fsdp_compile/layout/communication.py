@@ -1,0 +1,89 @@
+"""Communication in a narrower form than values have: which units it is asked for, and what can be asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..checks import is_auto
+from ..errors import ConfigError
+from ..passes import forms
+from .globs import is_named
+
+_INTEGERS = ("int8", "int4")
+_REDUCED = (torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationDtype:
+    """In which form gathers and reductions send what they send. Values, gradients and states keep their dtype.
+
+    Attributes:
+        gather: "int8" or "int4" sends each row of a parameter in blocks of at most 256 integers, with a float32 scale
+            for each; what the forward and the backward read is these integers times their scale. Gradients are taken
+            as if nothing had been rounded. None sends the dtype that is computed with.
+        reduce: "int8" or "int4" likewise for the rows of gradients; torch.bfloat16 or torch.float16 casts them. Each
+            rank sends the others their part, and sums up in float32 what it receives: each gradient is rounded once.
+            None reduces in the dtype that it has, or in the `reduce_dtype` of `mp_policy`.
+
+    Parameters of one dimension, and those with rows of less than 16 elements, are never sent as integers. Nor does this
+    concern what is sent between replicas (HYBRID_SHARD) or of parameters that every rank keeps whole (NO_SHARD).
+
+    Raises:
+        ConfigError: for any other value.
+    """
+
+    gather: str | None = None
+    reduce: str | torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.gather not in (None, *_INTEGERS):
+            raise ConfigError(f"CommunicationDtype: gather is None, 'int8' or 'int4', not {self.gather!r}")
+        if self.reduce not in (None, *_INTEGERS, *_REDUCED):
+            raise ConfigError(
+                "CommunicationDtype: reduce is None, 'int8', 'int4', torch.bfloat16 or torch.float16, not "
+                f"{self.reduce!r}"
+            )
+
+    @property
+    def gather_form(self) -> str:
+        """As operators take it: "" for the dtype that is computed with."""
+        return self.gather or ""
+
+    @property
+    def reduce_form(self) -> str:
+        """As operators take it: "" for a reduction by the collective itself."""
+        return forms.name_of_dtype(self.reduce) if isinstance(self.reduce, torch.dtype) else self.reduce or ""
+
+
+UNCHANGED = CommunicationDtype()
+
+
+def check_communication(communication_dtype: object) -> Mapping[str, CommunicationDtype]:
+    """What is asked for, by glob over the names of units; raises ConfigError for what cannot be meant."""
+    if is_auto(communication_dtype):
+        return {}
+    if isinstance(communication_dtype, CommunicationDtype):
+        return {"*": communication_dtype}
+    if isinstance(communication_dtype, Mapping) and all(
+        isinstance(glob, str) and isinstance(value, CommunicationDtype) for glob, value in communication_dtype.items()
+    ):
+        return dict(communication_dtype)
+    raise ConfigError(
+        "communication_dtype is 'auto', a CommunicationDtype, or a map to those from globs over unit names, not "
+        f"{communication_dtype!r}"
+    )
+
+
+def find_communication(asked: Mapping[str, CommunicationDtype], units: Sequence[str]) -> dict[str, CommunicationDtype]:
+    """What is asked for, by unit: by the last glob that matches its name.
+
+    Raises:
+        ConfigError: a glob matches no unit: it would be ignored in silence.
+    """
+    for glob in asked:
+        if not any(is_named(unit, glob) for unit in units):
+            raise ConfigError(f"communication_dtype: {glob!r} matches none of the units {list(units)}")
+    return {unit: value for unit in units for glob, value in asked.items() if is_named(unit, glob)}

@@ -1,0 +1,275 @@
+"""Forms in which values travel: in a dtype, or as blocks of small integers with a scale for each.
+
+A form is a name: that of a dtype ("float32", "bfloat16"), "int8" or "int4". Of these, each row of a parameter or of its
+gradient (what follows its first dimension) is cut into as few blocks of one length as have at most `BLOCK` elements::
+
+    scale = max |x| of the block / most        float32; most is 127, or 7 for int4
+    q     = round(x / scale)                   to even; a whole number from -most to most
+    x'    = q * scale                          at most scale / 2 from x
+
+A block with an element that is not finite becomes NaN, every element of it. Blocks end with their row, so that they are
+the same on any number of ranks: what is read on many ranks is what one would read. Only tensors of two dimensions or
+more, with rows of `SHORTEST` elements or more, are sent as integers: of others too little is saved, and norms and
+biases need their precision. (Blocks: Dettmers et al., arXiv 2110.02861; in gathers and reductions: Wang et al., ZeRO++,
+arXiv 2306.10209)
+
+What computes here takes a function that calls an operator, `call(target, *args)`: on tensors, or on nodes of a graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+MESSAGE = torch.int8
+"""The dtype of what is sent where a part of it is integers; what is none is sent as its bytes."""
+BLOCK = 256
+SHORTEST = 16
+_ALIGNMENT = 16  # bytes
+_BITS = {"int8": 8, "int4": 4}
+_TINY = torch.finfo(torch.float32).tiny
+_SCALE = torch.float32
+_aten = torch.ops.aten
+
+Call = Callable[..., Any]
+
+
+def eagerly(target: Any, *args: Any) -> Any:
+    """A `call` on tensors."""
+    return target(*args)
+
+
+def is_integers(form: str) -> bool:
+    """Whether this is the name of blocks of integers, not of a dtype."""
+    return form in _BITS
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of_name(form: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, form)
+    return found
+
+
+def form_for(shape: Sequence[int], form: str, dtype: torch.dtype) -> str:
+    """How a parameter of this shape, or its gradient, travels where `form` is asked for: in `dtype` if not so."""
+    is_wanted = is_integers(form) and len(shape) > 1 and math.prod(shape[1:]) >= SHORTEST
+    return form if is_wanted else name_of_dtype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Elements [begin, end) of a shard, or of each rank's part of packed gradients, which travel in one form.
+
+    Attributes:
+        inner: elements of a row.
+    """
+
+    begin: int
+    end: int
+    inner: int
+    form: str
+
+    @property
+    def num_bytes(self) -> int:
+        """In a message."""
+        return num_bytes(self.form, self.end - self.begin, self.inner)
+
+
+def regions_of(arguments: Sequence[Sequence[Any]]) -> list[Region]:
+    """From the arguments of an operator: where they begin, where they end, rows, and forms."""
+    return [Region(*fields) for fields in zip(*arguments, strict=True)]
+
+
+def arguments_of(regions: Iterable[Region]) -> list[list[Any]]:
+    """The arguments of an operator; see `regions_of`."""
+    found = list(regions)
+    names = [field.name for field in dataclasses.fields(Region)]
+    return [[getattr(region, name) for region in found] for name in names]
+
+
+def region_at(begin: int, shape: Sequence[int], taken: int, form: str, dtype: torch.dtype, numel: int) -> Region:
+    """Of a parameter, or a gradient, that begins there and takes so many elements of a shard of `numel`.
+
+    Messages begin at multiples of 16 bytes of the buffer, as those of shards do.
+    """
+    chosen = form_for(shape, form, dtype)
+    if is_integers(chosen):
+        return Region(begin, begin + taken, math.prod(shape[1:]), chosen)
+    step = max(1, _ALIGNMENT // dtype.itemsize)
+    return Region(begin, min(begin + -(-taken // step) * step, numel), 1, chosen)
+
+
+def reduced_regions(
+    offsets: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    taken: Sequence[int],
+    form: str,
+    dtype: torch.dtype,
+    numel: int,
+    *,
+    is_whole: bool,
+) -> list[Region]:
+    """The regions of packed gradients, by where each begins in a rank's part and how many elements it takes there.
+
+    There are none if nothing is sent in another form.
+
+    Args:
+        form: that is asked for.
+        dtype: of what is packed, where the form is one of integers.
+        numel: elements of a rank's part.
+        is_whole: whether there is more in it than these gradients.
+    """
+    if not is_integers(form):
+        return [Region(0, numel, 1, form)]
+    places = sorted(zip(offsets, shapes, taken, strict=True))
+    found = [region_at(offset, shape, size, form, dtype, numel) for offset, shape, size in places]
+    if not any(is_integers(region.form) for region in found):
+        return []
+    return _with_gaps(found, numel, dtype) if is_whole else found
+
+
+def _with_gaps(regions: Sequence[Region], numel: int, dtype: torch.dtype) -> list[Region]:
+    """The same, with what is between them in this dtype."""
+    found, end = [], 0
+    for region in [*regions, Region(numel, numel, 1, "")]:
+        if region.begin > end:
+            found.append(Region(end, region.begin, 1, name_of_dtype(dtype)))
+        end = region.end
+        found.append(region)
+    return found[:-1]
+
+
+def sizes(regions: Iterable[Region], dtype: torch.dtype) -> list[int]:
+    """Elements of this dtype that regions take in a message."""
+    return [region.num_bytes // dtype.itemsize for region in regions]
+
+
+def num_bytes(form: str, numel: int, inner: int) -> int:
+    """Bytes of a message for `numel` elements, in rows of `inner`."""
+    if not is_integers(form):
+        return numel * dtype_of_name(form).itemsize
+    return sum(map(_aligned, _bytes_of_blocks(form, numel // inner, inner)))
+
+
+def _bytes_of_blocks(form: str, rows: int, inner: int) -> tuple[int, int]:
+    """Of the integers, and of the scales."""
+    count, size = _blocks(form, inner)
+    return rows * count * size * _BITS[form] // 8, rows * count * _SCALE.itemsize
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _blocks(form: str, inner: int) -> tuple[int, int]:
+    """How many blocks a row has, and how many elements each: an even number, for two may share a byte."""
+    count = -(-inner // BLOCK)
+    size = -(-inner // count)
+    return count, size + (size % 2 if form == "int4" else 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Into a form, and back
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def cast(call: Call, value: Any, before: torch.dtype, dtype: torch.dtype) -> Any:
+    return value if before == dtype else call(torch.ops.prims.convert_element_type.default, value, dtype)
+
+
+def into_form(call: Call, value: Any, lead: Sequence[int], region: Region, dtype: torch.dtype) -> list[Any]:
+    """A region's elements, of this dtype, as its message: the parts of it that are to be put side by side.
+
+    Args:
+        value: [*lead, elements].
+
+    Returns:
+        One of [*lead, elements] in the dtype of the form, or several of [*lead, bytes] of `MESSAGE`.
+    """
+    if not is_integers(region.form):
+        return [cast(call, value, dtype, dtype_of_name(region.form))]
+    rows = (region.end - region.begin) // region.inner
+    count, size = _blocks(region.form, region.inner)
+    blocks = cast(call, call(_aten.view.default, value, [*lead, rows, region.inner]), dtype, _SCALE)
+    if count * size > region.inner:
+        blocks = call(_aten.constant_pad_nd.default, blocks, [0, count * size - region.inner])
+    blocks = call(_aten.view.default, blocks, [*lead, rows, count, size])
+    largest = call(_aten.amax.default, call(_aten.abs.default, blocks), [-1], True)
+    scale = call(_aten.clamp_min.default, call(_aten.div.Tensor, largest, float(_most(region.form))), _TINY)
+    whole = call(_aten.round.default, call(_aten.div.Tensor, blocks, scale))
+    integers = _packed(call, call(torch.ops.prims.convert_element_type.default, whole, MESSAGE), region.form, size)
+    of_integers, of_scales = _bytes_of_blocks(region.form, rows, region.inner)
+    integers = call(_aten.view.default, integers, [*lead, of_integers])
+    scales = call(_aten.view.dtype, call(_aten.view.default, scale, [*lead, rows * count]), MESSAGE)
+    return [_padded(call, integers, of_integers), _padded(call, scales, of_scales)]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def out_of_form(
+    call: Call,
+    message: Any,
+    lead: Sequence[int],
+    region: Region,
+    dtype: torch.dtype,
+    store: Callable[[Any], Any] = _as_it_is,
+) -> Any:
+    """A region's elements in this dtype, [*lead, elements], from its message, [*lead, bytes]; a new tensor.
+
+    Or from [*lead, elements] in the dtype of the form, where that is one.
+
+    Args:
+        store: what is to be done with what integers were, before it is viewed as rows.
+    """
+    if not is_integers(region.form):
+        return cast(call, message, dtype_of_name(region.form), dtype)
+    rows = (region.end - region.begin) // region.inner
+    count, size = _blocks(region.form, region.inner)
+    of_integers, of_scales = _bytes_of_blocks(region.form, rows, region.inner)
+    begin, dim = _aligned(of_integers), len(lead)
+    integers = call(_aten.slice.Tensor, message, dim, 0, of_integers)
+    integers = _unpacked(call, call(_aten.view.default, integers, [*lead, rows, count, -1]), region.form)
+    scales = call(_aten.view.dtype, call(_aten.slice_copy.Tensor, message, dim, begin, begin + of_scales), _SCALE)
+    wide = cast(call, integers, MESSAGE, _SCALE)
+    blocks = call(_aten.mul.Tensor, wide, call(_aten.view.default, scales, [*lead, rows, count, 1]))
+    found = cast(call, blocks, _SCALE, dtype)
+    if count * size > region.inner:
+        whole = call(_aten.view.default, found, [*lead, rows, count * size])
+        found = call(_aten.clone.default, call(_aten.slice.Tensor, whole, dim + 1, 0, region.inner))
+    return call(_aten.view.default, store(found), [*lead, rows * region.inner])
+
+
+def _most(form: str) -> int:
+    return int(2 ** (_BITS[form] - 1) - 1)
+
+
+def _packed(call: Call, integers: Any, form: str, size: int) -> Any:
+    """Integers of 8 bits, of which two share a byte if the form has 4: one of each half of a block."""
+    if form == "int8":
+        return integers
+    low = call(_aten.slice.Tensor, integers, -1, 0, size // 2)
+    high = call(_aten.slice.Tensor, integers, -1, size // 2, size)
+    low = call(_aten.bitwise_and.Scalar, low, 15)
+    return call(_aten.bitwise_or.Tensor, low, call(_aten.mul.Tensor, high, 16))
+
+
+def _unpacked(call: Call, integers: Any, form: str) -> Any:
+    if form == "int8":
+        return integers
+    low = call(_aten.bitwise_right_shift.Tensor_Scalar, call(_aten.mul.Tensor, integers, 16), 4)
+    high = call(_aten.bitwise_right_shift.Tensor_Scalar, integers, 4)
+    return call(_aten.cat.default, [low, high], -1)
+
+
+def _padded(call: Call, value: Any, size: int) -> Any:
+    missing = _aligned(size) - size
+    return call(_aten.constant_pad_nd.default, value, [0, missing]) if missing else value
