@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from workloads import Workload
 
-from fsdp_compile import fsdp_compile
+from fsdp_compile import CommunicationDtype, fsdp_compile
 from fsdp_compile.costs import Hardware
 from fsdp_compile.costs.calibrate import calibrate
 
@@ -185,6 +185,19 @@ class Subject:
     in_backward: bool = False
 
 
+NARROWER = {
+    "bf16": CommunicationDtype(reduce=torch.bfloat16),
+    "int8-bf16": CommunicationDtype("int8", torch.bfloat16),
+    "int8": CommunicationDtype("int8", "int8"),
+    "int4": CommunicationDtype("int4", "int4"),
+}
+"""What is sent in a narrower form; by the end of the subject's name."""
+
+
+def narrower(sent: CommunicationDtype) -> Subject:
+    return Subject(partial(ours, communication_dtype=sent), measures=True)
+
+
 SUBJECTS = {
     "single": Subject(lambda case: case.model),
     "single-compiled": Subject(lambda case: case.compiled()),
@@ -208,6 +221,7 @@ SUBJECTS = {
     "messages": Subject(
         lambda case: Messages(ours(case, backend="aot_eager", hardware=False), case.inputs), computes=False
     ),
+    **{f"fsdp_compile-{name}": narrower(sent) for name, sent in NARROWER.items()},
     "fsdp_compile-packed": Subject(partial(ours, hardware=False, collective_lowering="packed")),
     "fsdp_compile-grouped": Subject(partial(ours, hardware=False, collective_lowering="grouped")),
 }

@@ -31,11 +31,12 @@ import harness
 from allocation import LIBRARY, build
 from harness import BACKWARD, FORWARD, OPTIMIZER, RANK, Reply, Team, Teams, milliseconds, seconds_of, spread
 from hosts import environment, on_host, shape, two_hosts
-from subjects import SUBJECTS
+from subjects import NARROWER, SUBJECTS
 
 MODELS = ["gpt", "gpt-autocast", "mlp", "conv", "conv-large"]
 SPLIT = ["llama-split"]
-DEFAULT = [name for name in SUBJECTS if name not in ("fsdp_compile-packed", "fsdp_compile-grouped")]
+_ASKED_FOR = {f"fsdp_compile-{name}" for name in ("packed", "grouped", *NARROWER)}
+DEFAULT = [name for name in SUBJECTS if name not in _ASKED_FOR]
 
 
 def start(teams: Teams, started: dict[str, Reply], model: str, options: argparse.Namespace, folder: Path) -> None:
