@@ -237,7 +237,9 @@ def out_of_form(
     of_integers, of_scales = _bytes_of_blocks(region.form, rows, region.inner)
     begin, dim = _aligned(of_integers), len(lead)
     integers = call(_aten.slice.Tensor, message, dim, 0, of_integers)
-    integers = _unpacked(call, call(_aten.view.default, integers, [*lead, rows, count, -1]), region.form)
+    integers = _unpacked(
+        call, call(_aten.view.default, integers, [*lead, rows, count, size * _BITS[region.form] // 8]), region.form
+    )
     scales = call(_aten.view.dtype, call(_aten.slice_copy.Tensor, message, dim, begin, begin + of_scales), _SCALE)
     wide = cast(call, integers, MESSAGE, _SCALE)
     blocks = call(_aten.mul.Tensor, wide, call(_aten.view.default, scales, [*lead, rows, count, 1]))

@@ -31,6 +31,7 @@ SHOWN_BY = {  # the test that fails if the option has no effect, or that shows t
     "reshard_after_forward": "test_rewrite.py::test_reshard_after_forward_says_what_is_kept",
     "shard_placement_fn": "test_rewrite.py::test_parts_along_another_dimension_are_put_side_by_side",
     "mp_policy": "distributed/test_mixed_precision.py::test_gathers_move_half_the_bytes_and_losses_track_fp32",
+    "communication_dtype": "passes/test_forms.py::test_the_last_glob_that_matches_a_unit_decides",
     "offload_policy": "passes/test_overlap_copies.py::test_a_shard_is_copied_one_unit_ahead_of_its_gather",
     "backward_prefetch": "distributed/test_choices.py::test_each_choice_changes_the_schedule",
     "forward_prefetch": "test_rewrite.py::test_forward_prefetch_starts_gathers_earlier",

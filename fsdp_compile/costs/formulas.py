@@ -118,8 +118,9 @@ def formulas_of(
             are always equal can share one, and those left out keep the names that torch gave them.
 
     Raises:
-        ConfigError: there is no such optimizer, a name is taken, there are fewer dynamic dimensions than names, or the
-            graphs do not show all parameters of a bucket, whose shapes say how its shard grows with fewer ranks.
+        ConfigError: there is no such optimizer, a name is taken, there are fewer dynamic dimensions than names, a unit
+            has a communication_dtype, or the graphs do not show all parameters of a bucket, whose shapes say how its
+            shard grows with fewer ranks.
     """
     if taken := [name for name in names if name in ("N", "R", *_FIGURES)]:
         raise ConfigError(f"names: {', '.join(taken)} would stand for two things, a dimension and a symbol of formulas")

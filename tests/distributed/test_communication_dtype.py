@@ -7,17 +7,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.func import functional_call
 
-from fsdp_compile import CommunicationDtype, fsdp_compile
+from fsdp_compile import CommunicationDtype, NonFiniteError, fsdp_compile
 from fsdp_compile.passes import forms, ops
 from tests.distributed.training import (
     batch_of_rank,
+    both_front_ends,
     compiled,
     full,
+    hybrid_mesh,
     sgd,
 )
-from tests.models import Regression, build, made
+from tests.models import DEVICE, Regression, build, made
 from tests.ranks import on_ranks
 
 STEPS = range(3)
@@ -58,17 +61,23 @@ def rounded(tensor, form):
     return forms.out_of_form(forms.eagerly, sent, [], region, tensor.dtype).view(shape)
 
 
+def of_unit(asked, name):
+    """What is asked for a parameter: by the unit that it is in, if units differ."""
+    return asked.get(name.rpartition(".")[0], asked[""]) if isinstance(asked, dict) else asked
+
+
 def losses_and_gradients(model, asked, step, summed=False):
     """Of an unsharded model, on each rank's rows, by what the ranks would send each other."""
     names = dict(model.named_parameters())
     losses, sent = [], {name: [] for name in names}
     for rank in range(dist.get_world_size()):
-        read = {name: rounded(one.detach(), asked.gather_form).requires_grad_() for name, one in names.items()}
+        forms_of = {name: of_unit(asked, name) for name in names}
+        read = {name: rounded(one.detach(), forms_of[name].gather_form).requires_grad_() for name, one in names.items()}
         loss = functional_call(model, read, batch_of_rank(model, step, rank))
         gradients = torch.autograd.grad(loss, list(read.values()), allow_unused=True)
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
-                sent[name].append(rounded(gradient, asked.reduce_form))
+                sent[name].append(rounded(gradient, forms_of[name].reduce_form))
         losses.append(loss.detach())
     of_all = {name: torch.stack(each).sum(0) / (1 if summed else len(each)) for name, each in sent.items() if each}
     return losses[dist.get_rank()], of_all
@@ -127,3 +136,95 @@ def test_a_transformer_trains_as_one_that_rounds(world_size, backend, asked):
     assert_trains_so(model, build("gpt"), ASKED[asked])
     reductions = {"int8": torch.int8, "mixed": torch.bfloat16}
     assert messages(model) == {"all_gather": {torch.int8}, "all_to_all": {reductions[asked]}}
+
+
+OPTIONS = {
+    "kept": {"reshard_after_forward": False},
+    "planned": {"hardware": "h100"},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "poisoned": {},
+    "far ahead": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "summed": {"gradient_reduction": "sum"},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@on_ranks(2)
+def test_no_schedule_changes_a_bit(world_size, option, monkeypatch):
+    if option == "poisoned":
+        monkeypatch.setenv("FSDP_COMPILE_POISON", "1")
+    model = compiled(build("gpt"), communication_dtype=INT8, **OPTIONS[option])
+    assert_trains_so(model, build("gpt"), INT8, is_equal=True, summed=option == "summed")
+
+
+@both_front_ends
+@on_ranks(2)
+def test_units_differ_and_eager_code_sends_the_same(world_size, front_end):
+    asked = {"*": INT8, "wide": CommunicationDtype()}
+    model = front_end(made(Odd), communication_dtype=asked, auto_wrap_policy={nn.Linear})
+    assert_trains_so(model, made(Odd), {"wide": CommunicationDtype(), "": INT8}, is_equal=True)
+
+
+@on_ranks(4)
+def test_replicas_reduce_in_float32_what_was_sent_in_integers(world_size):
+    model = compiled(build("gpt"), hybrid_mesh(), communication_dtype=INT8)
+    assert_trains_so(model, build("gpt"), INT8)
+    assert messages(model) == {"all_gather": {torch.int8}, "all_to_all": {torch.int8}, "all_reduce": {torch.float32}}
+
+
+@pytest.mark.parametrize("sent", ["bf16", "int8"])
+@on_ranks(2)
+def test_gradients_that_are_kept_are_rounded_once(world_size, sent):
+    model, expected, asked = compiled(made(Odd), communication_dtype=ASKED[sent]), made(Odd), ASKED[sent]
+    for reduces_by_itself in (False, True):
+        model.zero_grad()
+        with model.no_sync():
+            for step in (0, 1) if reduces_by_itself else (0,):
+                model(*batch_of_rank(model, step)).backward()
+        if reduces_by_itself:  # the backward of a model that is frozen takes nothing along
+            model.requires_grad_(False)
+            x, target = batch_of_rank(model, 2)
+            model(x.requires_grad_(), target).backward()
+            model.requires_grad_(True)
+        else:
+            model(*batch_of_rank(model, 1)).backward()
+        for name, parameter in model.named_parameters():
+            sums = []
+            for rank in range(world_size):
+                read = {
+                    n: rounded(p.detach(), asked.gather_form).requires_grad_() for n, p in expected.named_parameters()
+                }
+                for step in (0, 1):
+                    functional_call(expected, read, batch_of_rank(expected, step, rank)).backward()
+                sums.append(rounded(read[name].grad, asked.reduce_form))
+            torch.testing.assert_close(full(parameter.grad), torch.stack(sums).sum(0) / world_size, rtol=0, atol=1e-7)
+
+
+@on_ranks(2)
+def test_what_is_not_finite_on_one_rank_is_told_on_every_rank(world_size):
+    model = compiled(made(Odd), communication_dtype=INT8, check_gradients=True)
+    x, target = batch_of_rank(model, 0)
+    if dist.get_rank() == 1:
+        x[0, 0] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"up\.weight"):
+        model(x, target).backward()
+
+
+@pytest.mark.parametrize("around", ["policy", "autocast"])
+@on_ranks(2)
+def test_parameters_are_rounded_from_their_own_dtype(world_size, around):
+    """Integers are made of float32 shards, and become bfloat16 where they arrive."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {"mp_policy": policy} if around == "policy" else {}
+    model, expected = compiled(made(Odd), communication_dtype=INT8, **options), made(Odd)
+    autocast = torch.autocast(DEVICE.type, torch.bfloat16, enabled=around == "autocast")
+    batch = batch_of_rank(model, 0)
+    with autocast:
+        loss = model(*batch)
+    read = {name: rounded(one.detach(), "int8") for name, one in expected.named_parameters()}
+    if around == "policy":
+        read, batch = {name: one.bfloat16() for name, one in read.items()}, [each.bfloat16() for each in batch]
+    with autocast:
+        wanted = functional_call(expected, read, tuple(batch))
+    torch.testing.assert_close(loss.detach().float(), wanted.detach().float(), rtol=0, atol=0)
+    assert torch.int8 in messages(model)["all_gather"]

@@ -90,7 +90,7 @@ forward(root: f32[8], primals_2: bf16[3,4])
             str(graphs.after(InsertAllGather)),
             """\
 forward(root: f32[36], primals_2: f32[3,4])
-  root.bf16: bf16[40] = fsdp.narrow(root, [0, 4, 20], [False, True, True])
+  root.bf16: bf16[40] = fsdp.narrow(root, [0, 4, 20], [float32, bfloat16, bfloat16])
   root.pending: bf16[80] = fsdp.all_gather(root.bf16)
   root.gathered: bf16[80] = fsdp.wait(root.pending)
   var_mean = var_mean.correction(primals_2, [1], correction=0, keepdim=True)
@@ -159,7 +159,7 @@ forward(primals_1: f32[36], primals_2: f32[3,4])
             str(graphs.after(InsertAllGather)),
             """\
 forward(root: f32[36], primals_2: f32[3,4])
-  root.bf16: bf16[40] = fsdp.narrow(root, [0, 4, 20], [False, True, True])
+  root.bf16: bf16[40] = fsdp.narrow(root, [0, 4, 20], [float32, bfloat16, bfloat16])
   root.pending: bf16[80] = fsdp.all_gather_grouped([root.bf16])
   root.gathered: bf16[80] = fsdp.wait(root.pending)
   var_mean = var_mean.correction(primals_2, [1], correction=0, keepdim=True)

@@ -5,6 +5,7 @@ from fsdp_compile.layout.buckets import Placement, lay_out
 from fsdp_compile.layout.options import GradientReduction
 from fsdp_compile.layout.units import find_units
 from fsdp_compile.passes import ops
+from fsdp_compile.passes.insert_reduce_scatter import NO_REGIONS
 from fsdp_compile.passes.lower_collectives import LowerCollectives
 from tests.passes.tiny import (
     Chain,
@@ -216,7 +217,9 @@ class TestLoweredLayout(Pictures):
             drawing = Drawing()
             gathered = drawing.input("gathered", world_size * layout.numel)
             outs = [
-                drawing.call(ops.COPY_OUT, gathered, slot.parameter, slot.offset, list(slot.shape), world_size, None)
+                drawing.call(
+                    ops.COPY_OUT, gathered, slot.parameter, slot.offset, list(slot.shape), world_size, None, None
+                )
                 for slot in layout.slots
             ]
             graph = drawing.returns(*outs).then(LowerCollectives())
@@ -231,7 +234,16 @@ class TestLoweredLayout(Pictures):
             gradients = [drawing.input(f"gradient_{i}", *slot.shape) for i, slot in enumerate(layout.slots)]
             names, offsets = ([getattr(slot, of) for slot in layout.slots] for of in ("parameter", "offset"))
             packed = drawing.call(
-                ops.PACK, gradients, None, layout.bucket, names, offsets, layout.numel, world_size, torch.float32
+                ops.PACK,
+                gradients,
+                None,
+                layout.bucket,
+                names,
+                offsets,
+                layout.numel,
+                world_size,
+                torch.float32,
+                *NO_REGIONS,
             )
             graph = drawing.returns(packed).then(LowerCollectives())
             [found] = graph.gm(*(parameters[name] for name in names))

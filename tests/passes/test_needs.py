@@ -26,7 +26,7 @@ from tests.passes.tracing import REDUCTION, Drawing, Pictures
 
 
 def read(drawing, shard, bucket="up", dtype=None):
-    arguments = "reduce", bucket, f"{bucket}.weight", 0, [4, 4], 2, "shard", dtype, None, *REDUCTION
+    arguments = "reduce", bucket, f"{bucket}.weight", 0, [4, 4], 2, "shard", dtype, None, "", *REDUCTION
     return drawing.call(ops.UNSHARD, shard, None, *arguments)
 
 

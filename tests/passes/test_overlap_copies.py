@@ -31,7 +31,7 @@ def three_products(dtype=None):
         x = on_device(drawing.input("x", 3, 4))
         shards = {name: drawing.input(name, 8) for name in ("low", "mid", "top")}
         for name, shard in shards.items():
-            slot = name, f"{name}.weight", 0, [4, 4], 2, "shard", dtype, CUDA
+            slot = name, f"{name}.weight", 0, [4, 4], 2, "shard", dtype, CUDA, ""
             x = drawing.call(mm, x, drawing.call(ops.UNSHARD, shard, None, "reduce", *slot, *REDUCTION))
         return drawing.returns(x)
 

@@ -2,6 +2,7 @@ import torch
 
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.errors import VerifyError
+from fsdp_compile.passes.insert_reduce_scatter import NO_REGIONS
 from fsdp_compile.passes.lower_collectives import LowerCollectives
 from fsdp_compile.passes.update_in_backward import UpdateInBackward
 from fsdp_compile.passes.verifier import Signature, verify
@@ -92,7 +93,7 @@ backward(down.weight.shard: f32[16], primals_2: f32[3,4], mm: f32[3,8], tangents
     def test_gradients_that_are_kept_for_a_later_step_are_returned(self):
         drawing = Drawing()
         gradient = drawing.input("gradient", 4, 4)
-        packed = drawing.call(ops.PACK, [gradient], None, "up", ["up.weight"], [0], 8, 2, torch.float32)
+        packed = drawing.call(ops.PACK, [gradient], None, "up", ["up.weight"], [0], 8, 2, torch.float32, *NO_REGIONS)
         graph = drawing.returns(packed, name="backward")
         assert str(graph.then(UpdateInBackward(2))) == str(graph)
 

@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from fsdp_compile.compiler import calls
 from fsdp_compile.graphs import RewrittenGraphs
 from fsdp_compile.layout.buckets import NO_AXIS, Axes, Axis, Placement, lay_out
+from fsdp_compile.layout.communication import UNCHANGED, CommunicationDtype
 from fsdp_compile.layout.options import GradientReduction
 from fsdp_compile.layout.precision import find_precision, install_casts
 from fsdp_compile.layout.units import find_units
@@ -31,7 +32,7 @@ from fsdp_compile.runtime.meta import off_meta
 
 MEAN = GradientReduction()
 STAGE_AFTER = {stage.after: stage for stage in STAGES}
-REDUCTION = 1, "", "avg", 1.0, None
+REDUCTION = 1, "", "avg", 1.0, None, ""
 """What an operator of the dialect takes where gradients are averaged over one axis, in the dtype they have."""
 
 
@@ -91,6 +92,7 @@ def trace(
     policy: Any = "auto",
     reduction: GradientReduction = MEAN,
     mp_policy: Any = None,
+    communication: CommunicationDtype = UNCHANGED,
     prepare: Callable[[nn.Module], None] = lambda reading: None,
     **options: Any,
 ) -> Trace:
@@ -109,7 +111,13 @@ def trace(
         pipeline = dataclasses.replace(pipeline, joint=(Captured(), *pipeline.joint))
     units = find_units(model, policy)
     precision = find_precision(model, mp_policy, [])
-    layouts = lay_out(units, Placement(axes_of(world_size, replicas), reduction, precision.policy_of_parameter))
+    placement = Placement(
+        axes_of(world_size, replicas),
+        reduction,
+        precision.policy_of_parameter,
+        communication_of_unit={unit.name: communication for unit in units},
+    )
+    layouts = lay_out(units, placement)
     reading = reading_copy(model, layouts)
     install_casts(reading, precision)
     prepare(reading)
