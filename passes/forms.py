@@ -202,7 +202,7 @@ def into_form(call: Call, value: Any, lead: Sequence[int], region: Region, dtype
         blocks = call(_aten.constant_pad_nd.default, blocks, [0, count * size - region.inner])
     blocks = call(_aten.view.default, blocks, [*lead, rows, count, size])
     largest = call(_aten.amax.default, call(_aten.abs.default, blocks), [-1], True)
-    scale = call(_aten.clamp_min.default, call(_aten.div.Tensor, largest, float(_most(region.form))), _TINY)
+    scale = call(_aten.clamp_min.default, call(_aten.div.Tensor, largest, float(most(region.form))), _TINY)
     whole = call(_aten.round.default, call(_aten.div.Tensor, blocks, scale))
     integers = _packed(call, call(torch.ops.prims.convert_element_type.default, whole, MESSAGE), region.form, size)
     of_integers, of_scales = _bytes_of_blocks(region.form, rows, region.inner)
@@ -250,7 +250,8 @@ def out_of_form(
     return call(_aten.view.default, store(found), [*lead, rows * region.inner])
 
 
-def _most(form: str) -> int:
+def most(form: str) -> int:
+    """The largest integer of blocks in this form."""
     return int(2 ** (_BITS[form] - 1) - 1)
 
 

@@ -17,6 +17,7 @@ from ..passes.printer import printed_name
 from .exposure import why_exposed
 from .hardware import HARDWARE, Hardware, find_hardware, hardware_of_gpu
 from .memory import Memory
+from .narrower import narrower_steps
 from .nodes import Compiler, full_bytes, num_bytes
 from .optimizers import find_optimizer
 from .predict import Prediction, bytes_text, memory_text, predict, step_memory, table, time_text
@@ -214,6 +215,14 @@ def _changes(prediction: Prediction) -> list[str]:
             changes.append(
                 f"reshard_after_forward={{{unit!r}: False}} would not gather {unit} again, which is exposed for "
                 f"{time_text(exposed)}, and hold {bytes_text(size)} more"
+            )
+    for narrower in narrower_steps(prediction) if prediction.exposed > _WORTH_IT * prediction.seconds else ():
+        if prediction.seconds - narrower.seconds > _WORTH_IT * prediction.seconds:
+            asked = narrower.communication
+            changes.append(
+                f"communication_dtype=CommunicationDtype({asked.gather!r}, {asked.reduce!r}) would send "
+                f"{bytes_text(narrower.sent)} instead of {bytes_text(narrower.sent_now)}, and a step take "
+                f"{time_text(narrower.seconds)}; it changes {narrower.error}"
             )
     missing = prediction.memory.peak.total - prediction.hardware.memory
     if missing > 0:
