@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import llama
-from fsdp_compile import fsdp_compile, shard
+from fsdp_compile import CommunicationDtype, fsdp_compile, shard
 from tests import models
 from tests.distributed import training
 from tests.models import DEVICE, Block, Gpt, build, seeded
@@ -36,6 +36,19 @@ class Llama(llama.Llama):
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
+class OddRows(models.Regression):
+    """Rows of 20 and of 300 elements, which no number of ranks divides."""
+
+    width = 20
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 3))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x).sum(1, keepdim=True), target)
+
+
 class Checkpointed(Gpt):
     """Its blocks are computed again in the backward."""
 
@@ -46,7 +59,7 @@ class Checkpointed(Gpt):
 
 
 def made(name: str) -> nn.Module:
-    own = {"llama": Llama, "checkpointed": Checkpointed}
+    own = {"llama": Llama, "checkpointed": Checkpointed, "odd_rows": OddRows}
     return models.made(own[name]) if name in own else build(name)
 
 
@@ -114,8 +127,18 @@ def replicas() -> dict[str, Any]:
 
 
 def mixed(name: str) -> dict[str, Any]:
-    """Gathered in bf16 and reduced in f32, against the same in eager; relative to the largest gradient."""
-    model, expected = sharded(name, mp_policy=BF16), shard(made(name), mp_policy=BF16)
+    """Gathered in bf16 and reduced in f32."""
+    return as_in_eager(name, mp_policy=BF16)
+
+
+def integers(lowering: str) -> dict[str, Any]:
+    """Gathered and reduced as integers."""
+    return as_in_eager("odd_rows", collective_lowering=lowering, communication_dtype=CommunicationDtype("int8", "int4"))
+
+
+def as_in_eager(name: str, **options: Any) -> dict[str, Any]:
+    """Against the same in eager; gradients relative to the largest."""
+    model, expected = sharded(name, **options), shard(made(name), **options)
     with counting() as counts:
         losses = [one(*training.batch_of_rank(one, 0)) for one in (model, expected)]
         for loss in losses:

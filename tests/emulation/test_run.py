@@ -27,6 +27,7 @@ SMALL = {
     "accumulated odd_mlp packed": CLOSE,
     "without_gradients odd_mlp": CLOSE,
     "mixed odd_mlp": ROUGH,
+    "integers grouped": CLOSE,
 }
 
 
