@@ -25,7 +25,7 @@ from tests.passes.tracing import copy_of
 from tests.random_models import HeadedModel, RandomModel, Tiny, TinyUnit, schedules, tiny_units, trees
 from tests.simulation import Simulation
 
-NUM_EXAMPLES = 2000 if settings.get_current_profile_name() == "thorough" else 400
+NUM_EXAMPLES = 2000 if settings.get_current_profile_name() == "thorough" else 240
 
 
 def options():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compile import rewrite
+from fsdp_compile import CommunicationDtype, rewrite
 from fsdp_compile.costs import HARDWARE, Link
 from fsdp_compile.costs.memory import CATEGORIES, memory_of
 from fsdp_compile.costs.work import Work
@@ -121,6 +121,13 @@ def test_a_cheap_value_is_computed_again_from_its_source_which_is_held_for_that(
 @pytest.mark.parametrize("name", list(memory.MODELS))
 def test_the_predicted_peak_is_the_measured_one_within_5_percent(four_ranks, name, strategy):
     assert memory.measure(name, strategy, "aot_eager").ratio == pytest.approx(1, abs=0.05)
+
+
+def test_so_is_that_of_narrower_messages(four_ranks):
+    sent = CommunicationDtype("int8", "int8")
+    for name in ("mlp", "gpt"):
+        found = memory.measure(name, "FULL_SHARD", "aot_eager", communication_dtype=sent)
+        assert found.ratio == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])

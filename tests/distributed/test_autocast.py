@@ -61,7 +61,7 @@ OPTIONS = {
 
 
 CASES = [("aot_eager", "gpt", option) for option in OPTIONS]
-CASES += [("inductor", "gpt", "grouped"), ("inductor", "odd_parameters", "poisoned")]
+CASES += [("inductor", "odd_parameters", "poisoned")]
 
 
 @pytest.mark.parametrize(("backend", "name", "option"), CASES)

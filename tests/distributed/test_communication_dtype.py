@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from fsdp_compile import CommunicationDtype, NonFiniteError, fsdp_compile
 from fsdp_compile.passes import forms, ops
+from tests.distributed.test_tensor_parallel import Net, by_tensor, root_mesh
 from tests.distributed.training import (
     batch_of_rank,
     both_front_ends,
@@ -20,7 +21,7 @@ from tests.distributed.training import (
     hybrid_mesh,
     sgd,
 )
-from tests.models import DEVICE, Regression, build, made
+from tests.models import DEVICE, Regression, build, made, seeded
 from tests.ranks import on_ranks
 
 STEPS = range(3)
@@ -228,3 +229,20 @@ def test_parameters_are_rounded_from_their_own_dtype(world_size, around):
         wanted = functional_call(expected, read, tuple(batch))
     torch.testing.assert_close(loss.detach().float(), wanted.detach().float(), rtol=0, atol=0)
     assert torch.int8 in messages(model)["all_gather"]
+
+
+@on_ranks(4)
+def test_what_tensor_parallelism_leaves_of_a_row_is_sent_so(world_size):
+    root = root_mesh()
+    wide, narrow = (by_tensor(Net(64), root["tp"]) for _ in range(2))
+    compiled(wide, root["dp"])
+    compiled(narrow, root["dp"], communication_dtype=INT8)
+    rows = torch.randn(4, 4, 8, generator=seeded(dist.get_rank() // 2), device=DEVICE)
+    losses = [model(rows).square().mean() for model in (wide, narrow)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=2e-2, atol=0)
+    assert messages(narrow)["all_to_all"] == {torch.int8} and "all_to_all" not in messages(wide)
+    for one, other in zip(wide.parameters(), narrow.parameters(), strict=True):
+        wanted, found = full(one.grad), full(other.grad)
+        assert (found - wanted).abs().mean() <= 0.02 * wanted.abs().max()  # a ReLU may be on the other side

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from fsdp_compile import ConfigError, fsdp_compile, shard
+from fsdp_compile import CommunicationDtype, ConfigError, fsdp_compile, shard
 from fsdp_compile.compiler.options import CompileConfig
 from fsdp_compile.module.sharding import sharding_of
 from fsdp_compile.passes import ops
@@ -201,6 +201,7 @@ def test_every_model(world_size, name, front_end):
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         {"backward_prefetch": 0, "gradient_reduction": "sum"},
+        {"communication_dtype": CommunicationDtype(reduce=torch.bfloat16)},
     ],
     ids=lambda options: ",".join(options),
 )
