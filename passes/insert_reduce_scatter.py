@@ -124,10 +124,10 @@ def reductions(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
     position = analysis.positions(graph)
     nodes = [node for node in graph.nodes if ops.is_call(node, ops.REDUCE_GRADIENT, ops.PACK)]
     last = {node: max(node.all_input_nodes, key=position.__getitem__) for node in nodes}
-    last_input = max(analysis.inputs(graph), key=position.__getitem__)
+    inputs = analysis.inputs(graph)  # a piece between two graph breaks may have none
 
     def ready(node: torch.fx.Node) -> torch.fx.Node:
         """Inputs stay together at the top of the graph."""
-        return last_input if last[node].op == "placeholder" else analysis.kernel_end(last[node])
+        return inputs[-1] if last[node].op == "placeholder" else analysis.kernel_end(last[node])
 
     return {node: ready(node) for node in sorted(nodes, key=lambda node: position[last[node]])}

@@ -48,8 +48,16 @@ class Distribution:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every placement is one that a parameter may have: Shard or Replicate."""
-        return all(type(placement) in (Shard, Replicate) for placement in self.placements)
+        """Whether every placement is one that a parameter may have: Shard, strided or not, or Replicate."""
+        return all(type(each) in (Shard, Replicate) or _is_strided(each) for each in self.placements)
+
+    def is_strided(self, dim: int) -> bool:
+        """Whether the part of a rank consists of several pieces along one of the tensor's dimensions.
+
+        transformers splits so what is fused: of a gate and a projection in one parameter, each rank has a part of both.
+        """
+        strided: list[Any] = [placement for placement in self.placements if _is_strided(placement)]
+        return any(placement.dim % len(self.shape) == dim for placement in strided)
 
     def num_parts(self, dim: int) -> int:
         """How many parts the tensor has along one of its dimensions."""
@@ -75,6 +83,11 @@ class Distribution:
     def local(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a full tensor, which every rank has."""
         return local_part(distribute_tensor(full, self.mesh, self.placements, src_data_rank=None))
+
+
+def _is_strided(placement: Any) -> bool:
+    """Whether this is a `_StridedShard`, whose name is private, as of torch 2.11 to 2.15."""
+    return isinstance(placement, Placement) and hasattr(placement, "split_factor")
 
 
 _READ_AS = "_fsdp_read_as"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..layout.communication import UNCHANGED, CommunicationDtype
-from ..layout.distribution import distribution_mesh
+from ..layout.distribution import Distribution, distribution_mesh
 from ..layout.precision import Precision
 from ..layout.unit_meshes import OwnMesh
 from ..layout.units import Unit
@@ -109,6 +109,13 @@ def compute_device(device: torch.device, mesh: DeviceMesh | None) -> torch.devic
 
 def check_distributed(decision: Decision) -> None:
     """Raise ConfigError if parameters that are distributed already cannot be sharded over the ranks of a mesh, too."""
+    for name, parameter in decision.parameters.items():
+        dim = decision.dim_of_parameter.get(name, 0)
+        if (distribution := Distribution.of(parameter)) is not None and distribution.is_strided(dim):
+            raise ConfigError(
+                f"{name} is a DTensor with the placements {distribution.placements}, and is to be sharded on dimension "
+                f"{dim}, too, whose parts would have no placement: have shard_placement_fn return another one"
+            )
     for mesh, parameters in decision.by_mesh():
         inner = distribution_mesh(parameters)
         if inner is None or mesh is None:

@@ -3,14 +3,20 @@
 Of transformers 5.23: `_is_distributed_loading_by_transformers` has a Trainer apply autocast but not wrap, and save on
 every rank. `_is_fsdp_managed_module` has `generate` go on until the last rank has finished; Dynamo reads it too, and
 breaks the graph if `_fsdp_use_orig_params` is not beside it (private, as of torch 2.11 to 2.15).
-`config.distributed_config` is read where gradients are accumulated; it is not saved.
+`config.distributed_config` is read where gradients are accumulated; it is not saved. Where its tensor and expert
+parallelism computes with plain tensors, it puts these in the place of a module's parameters meanwhile
+(`_use_local_dtensor_params`); a module whose parameters are sharded is told to read plain tensors instead. Norms of
+single heads add up their gradients over the ranks of tensor parallelism by hooks on full parameters, which no compiled
+forward has: their reads do it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -18,18 +24,54 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..runtime.whole_states import whole_state
+from .reading import ReadingModule, reading_parts
 
 _LOADED = "_is_distributed_loading_by_transformers"
 
 
 def mark_pretrained(model: nn.Module, num_ranks: int) -> None:
     """Tell transformers, of its models that are `model` or in it, that they are sharded."""
+    _read_parts_where_transformers_would()
+    _sum_where_transformers_would(model)
     for module in _outermost_pretrained(model):
         vars(module).update({_LOADED: True, "_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True})
         if getattr(module.config, "distributed_config", None) is None:
             from transformers.distributed import DistributedConfig
 
             module.config.distributed_config = DistributedConfig(fsdp_size=num_ranks)  # type: ignore[union-attr]
+
+
+_PARALLEL = "transformers.distributed."
+_LOCAL = "_use_local_dtensor_params"
+_SUMMING = "ReplicatedWithGradAllReduce.install_forward."
+
+
+def _read_parts_where_transformers_would() -> None:
+    theirs = getattr(sys.modules.get(f"{_PARALLEL}parallel_utils"), _LOCAL, None)
+    if theirs is None or hasattr(theirs, "_fsdp_theirs"):
+        return
+
+    @functools.wraps(theirs)
+    def use_local_parameters(module: nn.Module) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = (
+            reading_parts(module) if isinstance(module, ReadingModule) else theirs(module)
+        )
+        return context
+
+    use_local_parameters._fsdp_theirs = theirs  # type: ignore[attr-defined]
+    for name in ("parallel_utils", "tensor_parallel", "expert_parallel"):
+        holder = sys.modules.get(f"{_PARALLEL}{name}")
+        if getattr(holder, _LOCAL, None) is theirs:
+            setattr(holder, _LOCAL, use_local_parameters)
+
+
+def _sum_where_transformers_would(model: nn.Module) -> None:
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(module, ReadingModule) and getattr(forward, "__qualname__", "").startswith(_SUMMING):
+            held = inspect.getclosurevars(forward).nonlocals
+            module._fsdp_sums_over = inspect.getclosurevars(held["_all_reduce_grad"]).nonlocals["mesh"]
+            module.forward = held["original_forward"]
 
 
 def _outermost_pretrained(module: nn.Module) -> Iterator[nn.Module]:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..layout.buckets import Layout
 from ..runtime.gradients import in_backward
@@ -139,6 +141,17 @@ def local_reads(model: nn.Module, *, recurse: bool = True) -> list[tuple[nn.Para
     ]
 
 
+@contextmanager
+def reading_parts(module: ReadingModule) -> Iterator[None]:
+    """Inside, what a module reads of its own distributed parameters is this rank's part, as a plain tensor."""
+    before = module._fsdp_reads_parts
+    module._fsdp_reads_parts = True
+    try:
+        yield
+    finally:
+        module._fsdp_reads_parts = before
+
+
 def is_reading(module: nn.Module) -> bool:
     """Whether there are parameters at or below `module` that it reads in another form than it holds them."""
     return "_fsdp_running" in vars(module)
@@ -186,16 +199,30 @@ class ReadingModule(Generated, CalledByItself, RefusesWrappers):
     """Mixed into every module with sharded parameters: it lists them as its properties read them."""
 
     _fsdp_running: Running
+    _fsdp_reads_parts: bool = False
+    _fsdp_sums_over: DeviceMesh | None = None
+    """Over whose ranks its parameters' gradients are added up besides."""
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; in a forward, full tensors."""
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):  # type: ignore[misc]
-            if self._fsdp_running.lists_full:
-                owner, _, attribute = name.removeprefix(prefix).removeprefix(".").rpartition(".")
-                parameter = getattr(self.get_submodule(owner), attribute)  # type: ignore[attr-defined]
-            yield name, parameter
+        if not self._fsdp_running.lists_full:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
+            return
+        # By name: Dynamo would take the sharded parameters for inputs of the graph, and cannot take those of a part.
+        listed: set[int] = set()
+        modules: Any = [(prefix, self)]
+        if recurse:
+            modules = self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)  # type: ignore[attr-defined]
+        for module_name, module in modules:
+            reads = module._fsdp_reads if isinstance(module, ReadingModule) else {}  # type: ignore[attr-defined]
+            for name in list(module._parameters):
+                parameter = getattr(module, name)
+                key = id(reads.get(name, parameter))
+                if parameter is not None and not (remove_duplicate and key in listed):
+                    listed.add(key)
+                    yield f"{module_name}.{name}" if module_name else name, parameter
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         with self._fsdp_running.listing_sharded():
@@ -282,6 +309,15 @@ def _getter(name: str) -> Any:
             if name not in module._parameters:
                 raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
             return module._parameters[name]
-        return read_parameter(read, module, name)
+        value: torch.Tensor | None = _for(module, read_parameter(read, module, name))
+        return value
 
     return get
+
+
+def _for(module: Any, value: Any) -> Any:
+    """What is read of a parameter, as tensor parallelism of others wants it."""
+    if module._fsdp_sums_over is not None:
+        whole = DTensor.from_local(value, module._fsdp_sums_over, [Replicate()], run_check=False)
+        return whole.to_local(grad_placements=[Partial()])
+    return value.to_local() if module._fsdp_reads_parts and isinstance(value, DTensor) else value
