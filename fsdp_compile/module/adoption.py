@@ -156,6 +156,7 @@ def _take_over(inner: Sharding, parts: Mapping[str, nn.Module], sharding: Shardi
         shard.sharding = sharding
     sharding.shards += inner.shards
     sharding.whole |= {new_name(name): (new_name(unit), value) for name, (unit, value) in inner.whole.items()}
+    sharding.owners_of_whole |= {new_name(name): place for name, place in inner.owners_of_whole.items()}
     sharding.divisors |= inner.divisors
     sharding.watched |= {(parameter, hook) for parameter, hook in inner.watched if hook == "divide"}
     for own in inner.owns:

@@ -42,6 +42,9 @@ def shard_parameters(model: nn.Module, decision: Decision) -> Sharding:
         _move_buffers(model, decision.device)
         _keep_whole(model, decision, sharding.running)
         sharding.whole = {name: (unit.name, value) for unit in decision.units for name, value in unit.parameters}
+        for name in sharding.whole:
+            owner, _, attribute = name.rpartition(".")
+            sharding.owners_of_whole[name] = model.get_submodule(owner), attribute
         divisor = decision.options.reduction.divisor
         sharding.divisors = {parameter: Divisor(divisor) for _, parameter in sharding.whole.values()}
     else:

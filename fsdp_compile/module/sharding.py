@@ -77,6 +77,7 @@ class Sharding(Shards):
         owns: the units by the call that has sharded them: of this model, and of parts that were sharded before.
         schedules: those that the model had, once it has had several.
         post_optim_event: what the next forward is to wait for.
+        owners_of_whole: with a single rank, the module that holds each parameter, and its name there.
     """
 
     units: list[str]
@@ -98,6 +99,7 @@ class Sharding(Shards):
     owns: list[OwnUnits] = dataclasses.field(default_factory=list)
     schedules: list[ScheduleConfig] = dataclasses.field(default_factory=list)
     post_optim_event: Any = None
+    owners_of_whole: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.running.prepare = self.prepare
@@ -213,12 +215,28 @@ class Sharding(Shards):
         if self.updates is not None:
             self.updates.is_due, self.updates.is_kept = False, self.keeps_gradients
         self.check()
+        self._renew_whole()
         watch_whole(self)
         for shard in self.shards:
             shard.prepare(keeps_gradients=self.keeps_gradients)
         is_frozen = not any(shard.data.requires_grad for shard in self.shards)
         if is_frozen and torch.is_grad_enabled() and not self.keeps_gradients:
             reduce_leftovers(self)  # no gradient of this step will be a reason to
+
+    def _renew_whole(self) -> None:
+        """What has taken the place of a parameter, as a loader puts it there, is divided, checked and updated as that.
+
+        load_state_dict(assign=True) does so, and from_pretrained, which shards a model before it has values.
+        """
+        for name, (module, attribute) in self.owners_of_whole.items():
+            (unit, before), now = self.whole[name], module._parameters.get(attribute)
+            if now is None or now is before:
+                continue
+            self.whole[name] = unit, now
+            if before in self.divisors:
+                self.divisors[now] = self.divisors.pop(before)
+            if hasattr(before, "fsdp_sharding"):
+                now.fsdp_sharding = Membership(self)  # type: ignore[attr-defined]
 
 
 def pipeline_of(

@@ -121,8 +121,9 @@ def messages(model):
     return found
 
 
-@pytest.mark.parametrize("lowering", ["packed", "grouped"])
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(
+    ("asked", "lowering"), [*((asked, "packed") for asked in ASKED), ("int8", "grouped"), ("mixed", "grouped")]
+)
 @on_ranks(2)
 def test_without_generated_code_it_is_equal_to_the_last_bit(world_size, asked, lowering):
     model = compiled(made(Odd), communication_dtype=ASKED[asked], collective_lowering=lowering)
@@ -144,7 +145,6 @@ OPTIONS = {
     "planned": {"hardware": "h100"},
     "offloaded": {"offload_policy": CPUOffloadPolicy()},
     "poisoned": {},
-    "far ahead": {"forward_prefetch": 2, "backward_prefetch": 2},
     "summed": {"gradient_reduction": "sum"},
 }
 

@@ -127,7 +127,7 @@ def compare_micro_batches(tree, steps, options, in_backward):
     assert_same_parameters(model, expected)
 
 
-@settings(max_examples=25 if IS_THOROUGH else 2, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25 if IS_THOROUGH else 1, suppress_health_check=list(HealthCheck))
 @given(
     tree=trees(with_dropout=False),
     steps=st.lists(st.tuples(st.integers(0, 99), st.lists(TAKEN, min_size=1, max_size=3)), min_size=2, max_size=2),
@@ -177,7 +177,7 @@ def compare_retries(tree, part, sizes):
     assert_same_parameters(model, expected)
 
 
-@settings(max_examples=25 if IS_THOROUGH else 2, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25 if IS_THOROUGH else 1, suppress_health_check=list(HealthCheck))
 @given(
     tree=trees(with_dropout=False),
     part=st.floats(0.6, 1.2),
@@ -188,7 +188,7 @@ def test_a_loop_that_goes_on_with_fewer_rows_trains_as_it_does_unsharded(world_s
     run_on_ranks(world_size, compare_retries, tree, part, sizes)
 
 
-@settings(max_examples=25 if IS_THOROUGH else 3, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25 if IS_THOROUGH else 2, suppress_health_check=list(HealthCheck))
 @given(tree=trees(with_dropout=False), is_double=st.booleans(), options=options(), in_backward=st.booleans())
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_random_model_trains_as_it_does_unsharded(world_size, tree, is_double, options, in_backward):

@@ -222,3 +222,14 @@ def test_options_that_mean_nothing_are_refused_and_change_nothing(world_size, op
     mesh = init_device_mesh(DEVICE.type, (2,), mesh_dim_names=("shard",))
     with pytest.raises(ConfigError, match="HYBRID_SHARD needs a mesh of two dimensions"):
         fsdp_compile(model, mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+@pytest.mark.parametrize("front_end", [compiled, shard], ids=["compiled", "eager"])
+def test_a_parameter_that_took_the_place_of_another_is_divided_as_that(front_end):
+    """On a single rank; load_state_dict(assign=True) puts tensors in the place of parameters."""
+    model, expected = front_end(build("odd_mlp"), gradient_reduction=4), build("odd_mlp")
+    model.load_state_dict({name: value.clone() for name, value in expected.state_dict().items()}, assign=True)
+    for one in (model, expected):
+        one(*one.inputs(4, seed=0)).backward()
+    for parameter, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(4 * parameter.grad, wanted.grad)
