@@ -82,6 +82,10 @@ class Region:
         return num_bytes(self.form, self.end - self.begin, self.inner)
 
 
+NO_REGIONS: tuple[list[int], list[int], list[int], list[str]] = [], [], [], []
+"""The arguments of an operator that takes regions, and is given none."""
+
+
 def regions_of(arguments: Sequence[Sequence[Any]]) -> list[Region]:
     """From the arguments of an operator: where they begin, where they end, rows, and forms."""
     return [Region(*fields) for fields in zip(*arguments, strict=True)]

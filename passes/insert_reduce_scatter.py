@@ -33,8 +33,6 @@ from .errors import pass_error
 from .merge_gradients import gradient_sums
 from .printer import printed_name
 
-NO_REGIONS: tuple[list[int], list[int], list[int], list[str]] = [], [], [], []
-
 
 @dataclasses.dataclass(frozen=True)
 class InsertReduceScatter:
@@ -60,7 +58,7 @@ class InsertReduceScatter:
         gradients = node.args[:6]
         dtype = ops.argument(node, "reduce_dtype") or ops.argument(node, "gradients")[0].meta["val"].dtype
         if world_size == 1:
-            result = ops.call(graph, ops.PACK, *gradients, 1, dtype, *NO_REGIONS, like=node)
+            result = ops.call(graph, ops.PACK, *gradients, 1, dtype, *forms.NO_REGIONS, like=node)
         elif regions := sent_regions(node, dtype):
             result = _summed_up(graph, node, regions, dtype)
         else:
@@ -68,7 +66,7 @@ class InsertReduceScatter:
             if self.grouped and ops.argument(node, "accumulated") is None:
                 pending = ops.call(graph, ops.REDUCE_SCATTER_GROUPED, *gradients, *axis, dtype, reduction, like=node)
             else:
-                packed = ops.call(graph, ops.PACK, *gradients, world_size, dtype, *NO_REGIONS, like=node)
+                packed = ops.call(graph, ops.PACK, *gradients, world_size, dtype, *forms.NO_REGIONS, like=node)
                 pending = ops.call(graph, ops.REDUCE_SCATTER, packed, bucket, *axis, reduction, like=node)
             result = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
         if replicas > 1:
@@ -85,7 +83,7 @@ def _summed_up(
     names = ("bucket", "reduction", "world_size", "group", "numel")
     bucket, reduction, world_size, group, numel = (ops.argument(node, name) for name in names)
     form, arguments = ops.argument(node, "reduce_form"), forms.arguments_of(regions)
-    packed = (forms.MESSAGE, *arguments) if forms.is_integers(form) else (forms.dtype_of_name(form), *NO_REGIONS)
+    packed = (forms.MESSAGE, *arguments) if forms.is_integers(form) else (forms.dtype_of_name(form), *forms.NO_REGIONS)
     sent = ops.call(graph, ops.PACK, *node.args[:6], world_size, *packed, like=node)
     pending = ops.call(graph, ops.ALL_TO_ALL, sent, bucket, world_size, group, like=node)
     received = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])

@@ -17,7 +17,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..errors import ConfigError
 from ..passes import forms, ops
-from ..passes.insert_reduce_scatter import NO_REGIONS
 from .agreement import Agreement
 from .collectives import gather_chunk, reduce_packed, running_alone
 from .gradients import note_gradients, shard_of
@@ -147,7 +146,7 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     of_shard = of_accumulated = None
     slot = bucket, [parameter], [offset], ctx.shard.numel(), world_size
     if ctx.gradient == "keep":
-        of_accumulated = torch.ops.fsdp.pack([gradient], None, *slot, ctx.accumulated.dtype, *NO_REGIONS)
+        of_accumulated = torch.ops.fsdp.pack([gradient], None, *slot, ctx.accumulated.dtype, *forms.NO_REGIONS)
     elif ctx.gradient == "reduce":
         # Where this runs, each read of a parameter comes by: what is accumulated is added once, when all are done.
         accumulated = ctx.accumulated if shard_of(ctx.shard) is None else None

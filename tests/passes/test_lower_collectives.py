@@ -5,7 +5,7 @@ from fsdp_compile.layout.buckets import Placement, lay_out
 from fsdp_compile.layout.options import GradientReduction
 from fsdp_compile.layout.units import find_units
 from fsdp_compile.passes import ops
-from fsdp_compile.passes.insert_reduce_scatter import NO_REGIONS
+from fsdp_compile.passes.forms import NO_REGIONS
 from fsdp_compile.passes.lower_collectives import LowerCollectives
 from tests.passes.tiny import (
     Chain,

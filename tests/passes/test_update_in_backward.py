@@ -2,7 +2,7 @@ import torch
 
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.errors import VerifyError
-from fsdp_compile.passes.insert_reduce_scatter import NO_REGIONS
+from fsdp_compile.passes.forms import NO_REGIONS
 from fsdp_compile.passes.lower_collectives import LowerCollectives
 from fsdp_compile.passes.update_in_backward import UpdateInBackward
 from fsdp_compile.passes.verifier import Signature, verify
