@@ -70,8 +70,10 @@ def _sum_where_transformers_would(model: nn.Module) -> None:
         forward = vars(module).get("forward")
         if isinstance(module, ReadingModule) and getattr(forward, "__qualname__", "").startswith(_SUMMING):
             held = inspect.getclosurevars(forward).nonlocals
-            module._fsdp_sums_over = inspect.getclosurevars(held["_all_reduce_grad"]).nonlocals["mesh"]
-            module.forward = held["original_forward"]
+            hook, original = held.get("_all_reduce_grad"), held.get("original_forward")
+            mesh = None if hook is None else inspect.getclosurevars(hook).nonlocals.get("mesh")
+            if mesh is not None and original is not None:  # else the hook will say that it cannot be registered
+                module._fsdp_sums_over, module.forward = mesh, original
 
 
 def _outermost_pretrained(module: nn.Module) -> Iterator[nn.Module]:
