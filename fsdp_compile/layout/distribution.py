@@ -85,6 +85,26 @@ class Distribution:
         return local_part(distribute_tensor(full, self.mesh, self.placements, src_data_rank=None))
 
 
+@dataclasses.dataclass(frozen=True)
+class SummedOver:
+    """That of a parameter that every rank of a mesh has whole, and computes other parts of the gradient of."""
+
+    mesh: DeviceMesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SummedOver:
+        """Process groups are shared by copies."""
+        return self
+
+    def around(self, full: torch.Tensor) -> torch.Tensor:
+        """The same tensor, whose gradient is the sum of those of all ranks."""
+        whole = DTensor.from_local(full, self.mesh, [Replicate()], run_check=False)
+        return whole.to_local(grad_placements=[Partial()])
+
+    def local(self, full: torch.Tensor) -> torch.Tensor:
+        """All of a full tensor is each rank's part."""
+        return full.detach()
+
+
 def _is_strided(placement: Any) -> bool:
     """Whether this is a `_StridedShard`, whose name is private, as of torch 2.11 to 2.15."""
     return isinstance(placement, Placement) and hasattr(placement, "split_factor")

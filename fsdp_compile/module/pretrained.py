@@ -73,7 +73,9 @@ def _sum_where_transformers_would(model: nn.Module) -> None:
             hook, original = held.get("_all_reduce_grad"), held.get("original_forward")
             mesh = None if hook is None else inspect.getclosurevars(hook).nonlocals.get("mesh")
             if mesh is not None and original is not None:  # else the hook will say that it cannot be registered
-                module._fsdp_sums_over, module.forward = mesh, original
+                for read in module._fsdp_reads.values():
+                    read.sum_over(mesh)
+                module.forward = original
 
 
 def _outermost_pretrained(module: nn.Module) -> Iterator[nn.Module]:

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..layout.buckets import Layout
 from ..runtime.gradients import in_backward
@@ -200,8 +198,6 @@ class ReadingModule(Generated, CalledByItself, RefusesWrappers):
 
     _fsdp_running: Running
     _fsdp_reads_parts: bool = False
-    _fsdp_sums_over: DeviceMesh | None = None
-    """Over whose ranks its parameters' gradients are added up besides."""
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -309,15 +305,6 @@ def _getter(name: str) -> Any:
             if name not in module._parameters:
                 raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
             return module._parameters[name]
-        value: torch.Tensor | None = _for(module, read_parameter(read, module, name))
-        return value
+        return read_parameter(read, module, name)
 
     return get
-
-
-def _for(module: Any, value: Any) -> Any:
-    """What is read of a parameter, as tensor parallelism of others wants it."""
-    if module._fsdp_sums_over is not None:
-        whole = DTensor.from_local(value, module._fsdp_sums_over, [Replicate()], run_check=False)
-        return whole.to_local(grad_placements=[Partial()])
-    return value.to_local() if module._fsdp_reads_parts and isinstance(value, DTensor) else value

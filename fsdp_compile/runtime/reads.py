@@ -7,9 +7,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..layout.buckets import Layout, Slot
-from ..layout.distribution import Distribution
+from ..layout.distribution import Distribution, SummedOver
 from .assembly import ASSEMBLE
 
 
@@ -27,7 +29,7 @@ class Read:
 
     shard: Readable
     constants: tuple[bool, bool, tuple[Any, ...] | None, tuple[Any, ...]]
-    distribution: Distribution | None = None
+    distribution: Distribution | SummedOver | None = None
 
     @classmethod
     def of(cls, shard: Readable, layout: Layout, slot: Slot, *, is_frozen: bool) -> Read:
@@ -42,6 +44,11 @@ class Read:
     @is_frozen.setter
     def is_frozen(self, is_frozen: bool) -> None:
         self.constants = (is_frozen, *self.constants[1:])
+
+    def sum_over(self, mesh: DeviceMesh) -> None:
+        """Have the gradients of a parameter that is not distributed added up over the ranks of a mesh besides."""
+        is_frozen, _, *rest = self.constants
+        self.constants, self.distribution = (is_frozen, True, *rest), SummedOver(mesh)  # type: ignore[assignment]
 
     def change_arguments(self, arguments: tuple[Any, ...]) -> None:
         """Have `fsdp::unshard` take these from now on."""
@@ -70,7 +77,10 @@ def read_parameter(read: Read | LocalRead, module: nn.Module, name: str) -> torc
     full: torch.Tensor = torch.ops.fsdp.unshard.default(read.shard.data, read.shard.accumulated, gradient, *arguments)
     if parts is not None:
         full = ASSEMBLE(full, *parts)
-    return read.distribution.around(full) if is_distributed and read.distribution is not None else full
+    if not is_distributed or read.distribution is None:
+        return full
+    whole = read.distribution.around(full)
+    return whole.to_local() if isinstance(whole, DTensor) and module._fsdp_reads_parts else whole
 
 
 class Readable(Protocol):
