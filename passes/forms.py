@@ -125,13 +125,13 @@ def reduced_regions(
     There are none if nothing is sent in another form.
 
     Args:
-        form: that is asked for.
+        form: that is asked for; "" for none.
         dtype: of what is packed, where the form is one of integers.
         numel: elements of a rank's part.
         is_whole: whether there is more in it than these gradients.
     """
     if not is_integers(form):
-        return [Region(0, numel, 1, form)]
+        return [Region(0, numel, 1, form)] if form else []
     places = sorted(zip(offsets, shapes, taken, strict=True))
     found = [region_at(offset, shape, size, form, dtype, numel) for offset, shape, size in places]
     if not any(is_integers(region.form) for region in found):

@@ -128,15 +128,12 @@ def _take_out(
         value = unshard.meta["val"]
         arguments: tuple[Any, ...] = parameter, offset + offset_of[unshard], shape, world_size
         with graph.inserting_before(first_use):
-            form = bucket.form_of(unshard)
-            if forms.is_integers(form):
-                full = ops.call(graph, ops.COPY_OUT, buffer, *arguments, value.dtype, form, like=unshard, value=value)
-            elif value.dtype != buffer.meta["val"].dtype:
-                full = ops.call(graph, ops.COPY_OUT, buffer, *arguments, value.dtype, None, like=unshard, value=value)
-            elif is_view:
+            form = form if forms.is_integers(form := bucket.form_of(unshard)) else None
+            dtype = value.dtype if form is not None or value.dtype != buffer.meta["val"].dtype else None
+            if is_view and dtype is None:
                 full = ops.call(graph, ops.VIEW_OUT, buffer, *arguments, like=unshard, value=value)
             else:
-                full = ops.call(graph, ops.COPY_OUT, buffer, *arguments, None, None, like=unshard, value=value)
+                full = ops.call(graph, ops.COPY_OUT, buffer, *arguments, dtype, form, like=unshard, value=value)
         unshard.replace_all_uses_with(full)
 
 

@@ -93,10 +93,8 @@ def _summed_up(
 
 def sent_regions(node: torch.fx.Node, dtype: torch.dtype) -> list[forms.Region]:
     """What each rank's part of packed gradients consists of, where `node` (reduce_gradient) has them sent in a form."""
-    if not (form := ops.argument(node, "reduce_form")):
-        return []
-    names = ("gradients", "offsets", "world_size", "numel", "accumulated")
-    gradients, offsets, world_size, numel, accumulated = (ops.argument(node, name) for name in names)
+    names = ("gradients", "offsets", "world_size", "numel", "accumulated", "reduce_form")
+    gradients, offsets, world_size, numel, accumulated, form = (ops.argument(node, name) for name in names)
     shapes = [tuple(gradient.meta["val"].shape) for gradient in gradients]
     taken = [ops.shard_numel(shape, world_size) for shape in shapes]
     return forms.reduced_regions(offsets, shapes, taken, form, dtype, numel, is_whole=accumulated is not None)

@@ -99,9 +99,8 @@ class _Lowering:
         return self.call(_aten.slice.Tensor, node, dim, begin, end, like=like)
 
     def cast(self, value: torch.fx.Node, dtype: Any, like: torch.fx.Node) -> torch.fx.Node:
-        if value.meta["val"].dtype == dtype:
-            return value
-        return self.call(torch.ops.prims.convert_element_type.default, value, dtype, like=like)
+        found: torch.fx.Node = forms.cast(partial(self.call, like=like), value, value.meta["val"].dtype, dtype)
+        return found
 
     def stored(self, shard: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
         """A shard whose slices are sent: computed once, not slice by slice, where a pass computes it."""

@@ -20,7 +20,7 @@ import torch.fx
 from . import analysis, metadata, ops
 from .errors import refuse_calls, refuse_unplaced
 
-_FORMS = (ops.WAIT, ops.CAST, ops.DIVIDE, ops.SUM_UP)
+_PASSED = (ops.WAIT, ops.CAST, ops.DIVIDE, ops.SUM_UP)
 """What a gradient passes on its way besides reductions."""
 
 
@@ -51,7 +51,7 @@ class UpdateInBackward:
 def bucket_of_gradient(gradient: torch.fx.Node | None) -> str | None:
     """The bucket whose reduced gradient this is, on the device of the reduction; None for anything else."""
     node, is_reduced = gradient, False
-    while node is not None and (ops.is_call(node, *_FORMS) or ops.is_reduction(node)):
+    while node is not None and (ops.is_call(node, *_PASSED) or ops.is_reduction(node)):
         is_reduced |= ops.is_reduction(node)
         if ops.is_call(node, ops.REDUCE_SCATTER_GROUPED):
             return str(ops.argument(node, "bucket"))

@@ -94,6 +94,21 @@ class OddMlp(Regression):
         return F.mse_loss(self.layers(x).sum(1, keepdim=True), target)
 
 
+class OddRows(Regression):
+    """7 and 3 rows, of 20, 300 and 7 elements: no number divides them, the second is cut, the last is too short."""
+
+    width = 20
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.wide = nn.Linear(20, 7), nn.Linear(7, 300)
+        self.down, self.scale = nn.Linear(300, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        hidden = torch.tanh(self.wide(torch.tanh(self.up(x))))
+        return F.mse_loss((self.down(hidden) * self.scale).sum(1, keepdim=True), target)
+
+
 class FewRows(Regression):
     """Parameters with fewer rows than ranks, down to one."""
 

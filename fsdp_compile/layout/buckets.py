@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigError
 from ..passes import forms, ops
+from ..passes.forms import name_of_dtype
 from .communication import UNCHANGED, CommunicationDtype
 from .distribution import Distribution, local_part, read_as
 from .options import GradientReduction
@@ -135,8 +136,7 @@ class Layout:
         _, form = self.sent_forms
         offsets, shapes = [slot.offset for slot in self.slots], [slot.rows for slot in self.slots]
         taken = [ops.shard_numel(shape, self.shards.size) for shape in shapes]
-        asked = offsets, shapes, taken, form, dtype, self.numel
-        return forms.reduced_regions(*asked, is_whole=True) if form else []
+        return forms.reduced_regions(offsets, shapes, taken, form, dtype, self.numel, is_whole=True)
 
     def reduced_by(self, reduction: GradientReduction, *, sums: bool) -> GradientReduction:
         """What a reduction means for it, where collectives may sum only."""
@@ -279,18 +279,14 @@ def _suffix(key: _Key, keys: list[_Key]) -> str:
     def differs(name: str) -> bool:
         return len({getattr(other, name) for other in keys}) > 1
 
-    parts = [_short(key.dtype)]
-    parts += [f"as_{_short(key.param_dtype or key.dtype)}"] if differs("param_dtype") else []
-    parts += [f"reduced_as_{_short(key.reduce_dtype)}"] if differs("reduce_dtype") and key.reduce_dtype else []
+    parts = [name_of_dtype(key.dtype)]
+    parts += [f"as_{name_of_dtype(key.param_dtype or key.dtype)}"] if differs("param_dtype") else []
+    parts += [f"reduced_as_{name_of_dtype(key.reduce_dtype)}"] if differs("reduce_dtype") and key.reduce_dtype else []
     parts += [] if key.requires_grad else ["frozen"]
     parts += ["replicated"] if key.is_scalar else []
     parts += [str(key.device)] if differs("device") else []
     parts += [f"on_{key.own.label}"] if key.own is not None else []
     return ".".join(parts)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _layout(

@@ -106,11 +106,9 @@ def _reduce_gradient(
     reduce_dtype: torch.dtype | None,
     reduce_form: str,
 ) -> torch.Tensor:
-    sent, regions = reduce_dtype or gradients[0].dtype, []
-    if reduce_form:
-        shapes = [tuple(gradient.shape) for gradient in gradients]
-        taken, is_whole = [ops.shard_numel(shape, world_size) for shape in shapes], accumulated is not None
-        regions = forms.reduced_regions(offsets, shapes, taken, reduce_form, sent, numel, is_whole=is_whole)
+    sent, shapes = reduce_dtype or gradients[0].dtype, [tuple(gradient.shape) for gradient in gradients]
+    taken, is_whole = [ops.shard_numel(shape, world_size) for shape in shapes], accumulated is not None
+    regions = forms.reduced_regions(offsets, shapes, taken, reduce_form, sent, numel, is_whole=is_whole)
     packed = _pack(gradients, accumulated, bucket, parameters, offsets, numel, world_size, sent)
     axes = world_size, group, dtype, device, replicas, replica_group
     return reduce_packed(packed, *axes, reduction, divisor, regions)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.func import functional_call
@@ -21,7 +20,7 @@ from tests.distributed.training import (
     hybrid_mesh,
     sgd,
 )
-from tests.models import DEVICE, Regression, build, made, seeded
+from tests.models import DEVICE, OddRows, build, made, seeded
 from tests.ranks import on_ranks
 
 STEPS = range(3)
@@ -35,21 +34,6 @@ ASKED = {
     "mixed": CommunicationDtype("int8", torch.bfloat16),
     "fp16": CommunicationDtype("int4", torch.float16),
 }
-
-
-class Odd(Regression):
-    """7 and 3 rows, of 20, 300 and 7 elements: no number divides them, the second is cut, the last is too short."""
-
-    width = 20
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.wide = nn.Linear(20, 7), nn.Linear(7, 300)
-        self.down, self.scale = nn.Linear(300, 3), nn.Parameter(torch.ones(3))
-
-    def forward(self, x, target):
-        hidden = torch.tanh(self.wide(torch.tanh(self.up(x))))
-        return F.mse_loss((self.down(hidden) * self.scale).sum(1, keepdim=True), target)
 
 
 def rounded(tensor, form):
@@ -84,11 +68,11 @@ def losses_and_gradients(model, asked, step, summed=False):
     return losses[dist.get_rank()], of_all
 
 
-def assert_trains_so(model, expected, asked, *, is_equal=False, summed=False, make_optimizer=sgd):
+def assert_trains_so(model, expected, asked, *, is_equal=False, summed=False):
     """Losses, gradients and parameters, of a few steps; to the last bit if `is_equal`."""
     exact = {"rtol": 0, "atol": 0} if is_equal else {}
     same = torch.testing.assert_close if is_equal else assert_close_but_for_steps
-    optimizers = make_optimizer(model.parameters()), make_optimizer(expected.parameters())
+    optimizers = sgd(model.parameters()), sgd(expected.parameters())
     for step in STEPS:
         loss = model(*batch_of_rank(model, step))
         loss.backward()
@@ -126,8 +110,8 @@ def messages(model):
 )
 @on_ranks(2)
 def test_without_generated_code_it_is_equal_to_the_last_bit(world_size, asked, lowering):
-    model = compiled(made(Odd), communication_dtype=ASKED[asked], collective_lowering=lowering)
-    assert_trains_so(model, made(Odd), ASKED[asked], is_equal=True)
+    model = compiled(made(OddRows), communication_dtype=ASKED[asked], collective_lowering=lowering)
+    assert_trains_so(model, made(OddRows), ASKED[asked], is_equal=True)
 
 
 @pytest.mark.parametrize("asked", ["int8", "mixed"])
@@ -162,8 +146,8 @@ def test_no_schedule_changes_a_bit(world_size, option, monkeypatch):
 @on_ranks(2)
 def test_units_differ_and_eager_code_sends_the_same(world_size, front_end):
     asked = {"*": INT8, "wide": CommunicationDtype()}
-    model = front_end(made(Odd), communication_dtype=asked, auto_wrap_policy={nn.Linear})
-    assert_trains_so(model, made(Odd), {"wide": CommunicationDtype(), "": INT8}, is_equal=True)
+    model = front_end(made(OddRows), communication_dtype=asked, auto_wrap_policy={nn.Linear})
+    assert_trains_so(model, made(OddRows), {"wide": CommunicationDtype(), "": INT8}, is_equal=True)
 
 
 @on_ranks(4)
@@ -176,7 +160,7 @@ def test_replicas_reduce_in_float32_what_was_sent_in_integers(world_size):
 @pytest.mark.parametrize("sent", ["bf16", "int8"])
 @on_ranks(2)
 def test_gradients_that_are_kept_are_rounded_once(world_size, sent):
-    model, expected, asked = compiled(made(Odd), communication_dtype=ASKED[sent]), made(Odd), ASKED[sent]
+    model, expected, asked = compiled(made(OddRows), communication_dtype=ASKED[sent]), made(OddRows), ASKED[sent]
     for reduces_by_itself in (False, True):
         model.zero_grad()
         with model.no_sync():
@@ -203,7 +187,7 @@ def test_gradients_that_are_kept_are_rounded_once(world_size, sent):
 
 @on_ranks(2)
 def test_what_is_not_finite_on_one_rank_is_told_on_every_rank(world_size):
-    model = compiled(made(Odd), communication_dtype=INT8, check_gradients=True)
+    model = compiled(made(OddRows), communication_dtype=INT8, check_gradients=True)
     x, target = batch_of_rank(model, 0)
     if dist.get_rank() == 1:
         x[0, 0] = torch.inf
@@ -217,7 +201,7 @@ def test_parameters_are_rounded_from_their_own_dtype(world_size, around):
     """Integers are made of float32 shards, and become bfloat16 where they arrive."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mp_policy": policy} if around == "policy" else {}
-    model, expected = compiled(made(Odd), communication_dtype=INT8, **options), made(Odd)
+    model, expected = compiled(made(OddRows), communication_dtype=INT8, **options), made(OddRows)
     autocast = torch.autocast(DEVICE.type, torch.bfloat16, enabled=around == "autocast")
     batch = batch_of_rank(model, 0)
     with autocast:

@@ -36,19 +36,6 @@ class Llama(llama.Llama):
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-class OddRows(models.Regression):
-    """Rows of 20 and of 300 elements, which no number of ranks divides."""
-
-    width = 20
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 3))
-
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.layers(x).sum(1, keepdim=True), target)
-
-
 class Checkpointed(Gpt):
     """Its blocks are computed again in the backward."""
 
@@ -59,7 +46,7 @@ class Checkpointed(Gpt):
 
 
 def made(name: str) -> nn.Module:
-    own = {"llama": Llama, "checkpointed": Checkpointed, "odd_rows": OddRows}
+    own = {"llama": Llama, "checkpointed": Checkpointed, "odd_rows": models.OddRows}
     return models.made(own[name]) if name in own else build(name)
 
 
