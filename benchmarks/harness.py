@@ -168,12 +168,14 @@ def one_rank(name: str, folder: Path, world_size: int, device: str = "cpu") -> T
 
 
 def on_this_machine(command: Sequence[str], ranks: int, log: Path, **environment: str) -> Team:
-    """A job of this many ranks, each of which runs the command; they find each other on a port that is free."""
+    """A job of this many ranks, each of which runs the command; on a port that is free, as of torchrun."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
-    places = [{"RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
+    size = str(ranks)
+    of_all = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    places = [of_all | {"RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(ranks))]
     return Team([(command, {**shared, **place}) for place in places], log)
 
 

@@ -62,8 +62,8 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "not sharded": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "not sharded, no overlap": {"sharding_strategy": ShardingStrategy.NO_SHARD, "backward_prefetch": 0},
-    "planned": {"is_planned": True},
 }
+PLANNED = "planned"
 
 
 def gpt(dim: int = 512, layers: int = 6) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
@@ -183,8 +183,7 @@ def rows_of(model: str, options: argparse.Namespace, allocation: Allocation) -> 
 
 def schedule_of(plan: str, hardware: Hardware) -> dict[str, Any]:
     """The options of a plan."""
-    schedule = dict(PLANS[plan])
-    return {**schedule, "hardware": hardware if schedule.pop("is_planned", False) else False}
+    return {"hardware": hardware} if plan == PLANNED else {"hardware": False, **PLANS[plan]}
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -226,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4], help="Gbit/s; 0 is no limit")
     parser.add_argument("--models", nargs="+", default=["gpt", "mlp"], choices=list(MODELS))
-    parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
+    parser.add_argument("--plans", nargs="+", default=[*PLANS, PLANNED], choices=[*PLANS, PLANNED])
     parser.add_argument("--budgets", type=float, nargs="*", default=[], help="parts of a peak")
     parser.add_argument("--units", type=Path, help="compare units too, and write pages to this folder")
     parser.add_argument("--rounds", type=int, default=12)

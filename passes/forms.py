@@ -1,9 +1,10 @@
 """Forms in which values travel: in a dtype, or as blocks of small integers with a scale for each.
 
-A form is a name: that of a dtype ("float32", "bfloat16"), "int8" or "int4". Of these, each row of a parameter or of its
-gradient (what follows its first dimension) is cut into as few blocks of one length as have at most `BLOCK` elements::
+A form is a name: that of a dtype ("float32", "bfloat16"), or of blocks, "int8_blocks" or "int4_blocks". Of these, each
+row of a parameter or of its gradient (what follows its first dimension) is cut into as few blocks of one length as have
+at most `BLOCK` elements::
 
-    scale = max |x| of the block / most        float32; most is 127, or 7 for int4
+    scale = max |x| of the block / most        float32; most is 127, or 7 for four bits
     q     = round(x / scale)                   to even; a whole number from -most to most
     x'    = q * scale                          at most scale / 2 from x
 
@@ -30,7 +31,8 @@ MESSAGE = torch.int8
 BLOCK = 256
 SHORTEST = 16
 _ALIGNMENT = 16  # bytes
-_BITS = {"int8": 8, "int4": 4}
+INT8_BLOCKS, INT4_BLOCKS = "int8_blocks", "int4_blocks"
+_BITS = {INT8_BLOCKS: 8, INT4_BLOCKS: 4}
 _TINY = torch.finfo(torch.float32).tiny
 _SCALE = torch.float32
 _aten = torch.ops.aten
@@ -59,7 +61,8 @@ def dtype_of_name(form: str) -> torch.dtype:
 
 def form_for(shape: Sequence[int], form: str, dtype: torch.dtype) -> str:
     """How a parameter of this shape, or its gradient, travels where `form` is asked for: in `dtype` if not so."""
-    is_wanted = is_integers(form) and len(shape) > 1 and math.prod(shape[1:]) >= SHORTEST
+    is_long = len(shape) > 1 and math.prod(shape[1:]) >= SHORTEST
+    is_wanted = is_integers(form) and is_long and dtype.is_floating_point
     return form if is_wanted else name_of_dtype(dtype)
 
 
@@ -176,7 +179,7 @@ def _blocks(form: str, inner: int) -> tuple[int, int]:
     """How many blocks a row has, and how many elements each: an even number, for two may share a byte."""
     count = -(-inner // BLOCK)
     size = -(-inner // count)
-    return count, size + (size % 2 if form == "int4" else 0)
+    return count, size + (size % 2 if form == INT4_BLOCKS else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -261,7 +264,7 @@ def most(form: str) -> int:
 
 def _packed(call: Call, integers: Any, form: str, size: int) -> Any:
     """Integers of 8 bits, of which two share a byte if the form has 4: one of each half of a block."""
-    if form == "int8":
+    if form == INT8_BLOCKS:
         return integers
     low = call(_aten.slice.Tensor, integers, -1, 0, size // 2)
     high = call(_aten.slice.Tensor, integers, -1, size // 2, size)
@@ -270,7 +273,7 @@ def _packed(call: Call, integers: Any, form: str, size: int) -> Any:
 
 
 def _unpacked(call: Call, integers: Any, form: str) -> Any:
-    if form == "int8":
+    if form == INT8_BLOCKS:
         return integers
     low = call(_aten.bitwise_right_shift.Tensor_Scalar, call(_aten.mul.Tensor, integers, 16), 4)
     high = call(_aten.bitwise_right_shift.Tensor_Scalar, integers, 4)

@@ -388,10 +388,10 @@ def test_a_gpu_is_for_what_is_on_the_meta_device(monkeypatch):
         rewrite(model.to("meta"), x=torch.zeros(1, 2), world_size=2, device="cuda")
 
 
-def test_an_integer_parameter():
+def test_a_parameter_that_is_no_number():
     model = Layers()
-    model.table = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(ConfigError, match="table is int8; FSDP shards floating point parameters only"):
+    model.table = nn.Parameter(torch.zeros(3, dtype=torch.bool), requires_grad=False)
+    with pytest.raises(ConfigError, match="table is bool; FSDP shards parameters of floating point numbers and"):
         graphs_of(model)
 
 
@@ -447,6 +447,7 @@ WRITES = {
     "row": lambda weight: weight[0].zero_(),
     "item": lambda weight: weight.__setitem__(0, 0.0),
     "operator": lambda weight: operator.imul(weight, 2),
+    "power": lambda weight: operator.ipow(weight, 2),
     "function": lambda weight: nn.init.zeros_(weight),
 }
 
@@ -456,6 +457,14 @@ WRITES = {
 def test_a_write_to_a_parameter_in_forward_is_refused_by_name(write, dim):
     with pytest.raises(ConfigError, match=r"forward writes to the parameter linear\.weight"):
         rewrite(Clamped(write), torch.randn(2, 4), world_size=2, shard_placement_fn=lambda parameter: Shard(-dim))
+
+
+@pytest.mark.parametrize("read", [operator.and_, operator.or_, operator.is_not])
+def test_functions_of_python_whose_names_are_those_of_writes_are_reads(read):
+    model = nn.Linear(4, 4)
+    model.bits = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+    model.forward = lambda x: x * model.weight.sum() * (model.bits if read is operator.is_not else read(model.bits, 1))
+    assert rewrite(model, torch.ones(2, 4), world_size=2).forward is not None
 
 
 class Scaled(nn.Module):

@@ -15,7 +15,9 @@ from ..runtime.gradients import shard_of
 
 _VIEWS = {"__getitem__", "detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "squeeze", "t"}
 _VIEWS |= {"transpose", "unsqueeze", "view", "view_as", "_get_data_attr"}
-_WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}
+_WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv}
+_WRITES |= {operator.imod, operator.ipow, operator.imatmul, operator.ilshift, operator.irshift}
+_WRITES |= {operator.iand, operator.ior, operator.ixor}
 
 
 def sharded_inputs(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> dict[torch.fx.Node, str]:
@@ -41,7 +43,7 @@ def refuse_writes(graph: torch.fx.Graph, sharded: Mapping[torch.fx.Node, str]) -
             parameter_of_value[node] = ops.argument(node, "parameter")
         elif isinstance(first, torch.fx.Node) and first in parameter_of_value:
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            if node.target in _WRITES or (name.endswith("_") and not name.endswith("__")):
+            if node.target in _WRITES or _is_in_place(node.target, name):
                 raise ConfigError(
                     f"forward writes to the parameter {parameter_of_value[first]} ({name}), which is sharded: "
                     "write to parameters outside of forward, or in a function that is not compiled "
@@ -49,3 +51,9 @@ def refuse_writes(graph: torch.fx.Graph, sharded: Mapping[torch.fx.Node, str]) -
                 )
             if name in _VIEWS or node.target in (operator.getitem, ASSEMBLE):
                 parameter_of_value[node] = parameter_of_value[first]
+
+
+def _is_in_place(target: Any, name: str) -> bool:
+    """Whether this is a method or function of torch that writes, by its name; `operator.and_` is only no keyword."""
+    is_python = getattr(target, "__module__", "") == operator.and_.__module__
+    return name.endswith("_") and not name.endswith("__") and not is_python

@@ -49,7 +49,7 @@ class Narrower:
         """How far what arrives may be from what was sent."""
         bounds = []
         if self.communication.gather:
-            bounds.append(f"parameters by {_bound(self.communication.gather)}")
+            bounds.append(f"parameters by {_bound(self.communication.gather_form)}")
         if self.communication.reduce_form:
             bounds.append(f"gradients by {_bound(self.communication.reduce_form)}")
         return " and ".join(bounds)
@@ -84,7 +84,7 @@ def _bytes_of(node: torch.fx.Node, asked: CommunicationDtype, now: int) -> int:
         dtypes = {out.meta["val"].dtype for out in ops.parameters_of(node)}
         is_narrow = node.meta["val"].dtype not in dtypes
         slots = [(ops.argument(out, "shape"), out.meta["val"].dtype) for out in ops.parameters_of(node)]
-        return now if is_narrow else _total(slots, asked.gather, ops.argument(node, "world_size"))
+        return now if is_narrow else _total(slots, asked.gather_form, ops.argument(node, "world_size"))
     if not asked.reduce_form or not ops.is_call(node, ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED):
         return now
     packed = node if ops.is_call(node, ops.REDUCE_SCATTER_GROUPED) else node.all_input_nodes[0]

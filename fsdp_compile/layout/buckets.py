@@ -20,6 +20,8 @@ from .options import GradientReduction
 from .padding import room
 from .units import Unit
 
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
@@ -179,10 +181,10 @@ class Layout:
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ConfigError, naming the parameter, for one that cannot be sharded."""
     for name, parameter in parameters.items():
-        if not parameter.dtype.is_floating_point:
+        if not (parameter.dtype.is_floating_point or parameter.dtype in _INTEGERS):
             raise ConfigError(
-                f"{name} is {str(parameter.dtype).removeprefix('torch.')}; FSDP shards floating point parameters only: "
-                "pass it in ignored_params, or make it a buffer"
+                f"{name} is {name_of_dtype(parameter.dtype)}; FSDP shards parameters of floating point numbers and of "
+                "integers only: pass it in ignored_params, or make it a buffer"
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} has no shape yet: run the lazy module once before sharding it")

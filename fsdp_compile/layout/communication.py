@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..passes import forms
 from .globs import is_named
 
-_INTEGERS = ("int8", "int4")
+_INTEGERS = {"int8": forms.INT8_BLOCKS, "int4": forms.INT4_BLOCKS}
 _REDUCED = (torch.bfloat16, torch.float16)
 
 
@@ -50,12 +50,14 @@ class CommunicationDtype:
     @property
     def gather_form(self) -> str:
         """As operators take it: "" for the dtype that is computed with."""
-        return self.gather or ""
+        return "" if self.gather is None else _INTEGERS[self.gather]
 
     @property
     def reduce_form(self) -> str:
         """As operators take it: "" for a reduction by the collective itself."""
-        return forms.name_of_dtype(self.reduce) if isinstance(self.reduce, torch.dtype) else self.reduce or ""
+        if isinstance(self.reduce, torch.dtype):
+            return forms.name_of_dtype(self.reduce)
+        return "" if self.reduce is None else _INTEGERS[self.reduce]
 
 
 UNCHANGED = CommunicationDtype()

@@ -27,7 +27,7 @@ class Precision:
     """The policies of a model.
 
     Attributes:
-        policy_of_parameter: by the parameter's name; parameters without a policy keep their dtype.
+        policy_of_parameter: by the parameter's name; parameters without a policy keep their dtype, as integers do.
         policy_of_boundary: by the name of a module that casts its inputs or outputs.
     """
 
@@ -57,8 +57,8 @@ def find_precision(model: nn.Module, mp_policy: object, units: Iterable[str]) ->
             boundaries.setdefault(unit, dataclasses.replace(mp_policy, output_dtype=None))
     policy_of_parameter = {
         name: policy_of_module[module]
-        for name, _ in model.named_parameters()
-        if (module := innermost(name, policy_of_module)) is not None
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and (module := innermost(name, policy_of_module)) is not None
     }
     return Precision(policy_of_parameter, boundaries)
 

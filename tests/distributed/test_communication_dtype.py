@@ -206,7 +206,7 @@ def test_parameters_are_rounded_from_their_own_dtype(world_size, around):
     batch = batch_of_rank(model, 0)
     with autocast:
         loss = model(*batch)
-    read = {name: rounded(one.detach(), "int8") for name, one in expected.named_parameters()}
+    read = {name: rounded(one.detach(), "int8_blocks") for name, one in expected.named_parameters()}
     if around == "policy":
         read, batch = {name: one.bfloat16() for name, one in read.items()}, [each.bfloat16() for each in batch]
     with autocast:

@@ -25,7 +25,7 @@ def arrived(value, region, lead=(), dtype=torch.float32):
     return out_of_form(eagerly, message, list(lead), region, dtype)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8_blocks", "int4_blocks"])
 @pytest.mark.parametrize(
     ("rows", "inner", "lead"), [(3, 16, ()), (5, 300, (2,)), (4, 1024, (3,)), (2, 777, ()), (0, 32, ())]
 )
@@ -34,9 +34,10 @@ def test_what_arrives_is_within_half_a_step(form, rows, inner, lead):
     region = Region(0, rows * inner, inner, form)
     found = arrived(value, region, lead)
     count = math.ceil(inner / forms.BLOCK)
-    size = math.ceil(inner / count) + (math.ceil(inner / count) % 2 if form == "int4" else 0)
+    size = math.ceil(inner / count) + (math.ceil(inner / count) % 2 if form == "int4_blocks" else 0)
     padded = torch.nn.functional.pad(value.view(*lead, rows, inner), (0, count * size - inner))
-    steps = padded.view(*lead, rows, count, size).abs().amax(-1, keepdim=True) / {"int8": 127, "int4": 7}[form]
+    most = {"int8_blocks": 127, "int4_blocks": 7}[form]
+    steps = padded.view(*lead, rows, count, size).abs().amax(-1, keepdim=True) / most
     error = torch.nn.functional.pad((found - value).view(*lead, rows, inner), (0, count * size - inner))
     assert (error.view(*lead, rows, count, size).abs() <= steps * 0.50001).all()
     assert torch.equal(arrived(found, region, lead), found)  # what was rounded once is not rounded again
@@ -45,7 +46,7 @@ def test_what_arrives_is_within_half_a_step(form, rows, inner, lead):
 def test_zeros_arrive_and_what_is_not_finite_is_not_lost():
     value = torch.zeros(4, 32)
     value[1, 5], value[2, 6], value[3, 7] = torch.nan, -torch.inf, torch.finfo(torch.float32).tiny
-    found = arrived(value.view(-1), Region(0, 128, 32, "int8")).view(4, 32)
+    found = arrived(value.view(-1), Region(0, 128, 32, "int8_blocks")).view(4, 32)
     assert torch.equal(found[0], value[0])
     assert found[1:3].isnan().all()
     assert found[3].isfinite().all()
@@ -53,9 +54,9 @@ def test_zeros_arrive_and_what_is_not_finite_is_not_lost():
 
 def test_a_row_has_the_same_blocks_wherever_it_is():
     value = torch.randn(6, 520, generator=seeded(1))
-    region = Region(0, 520, 520, "int8")
+    region = Region(0, 520, 520, "int8_blocks")
     alone = torch.cat([arrived(row, region) for row in value])
-    assert torch.equal(arrived(value.view(-1), Region(0, 6 * 520, 520, "int8")), alone)
+    assert torch.equal(arrived(value.view(-1), Region(0, 6 * 520, 520, "int8_blocks")), alone)
 
 
 class Tiny(nn.Module):
@@ -80,11 +81,11 @@ class TestForms(Pictures):
             str(traced(CommunicationDtype("int8")).graphs.forward),
             """\
 forward(up: f32[100], primals_2: f32[3,32], down: f32[8])
-  up.i8: i8[128] = fsdp.narrow(up, [0, 96], [int8, float32])
+  up.i8: i8[128] = fsdp.narrow(up, [0, 96], [int8_blocks, float32])
   up.pending: i8[256] = fsdp.all_gather(up.i8)
   down.pending: f32[16] = fsdp.all_gather(down)
   up.gathered: i8[256] = fsdp.wait(up.pending)
-  up.weight: f32[6,32] = fsdp.copy_out(up.gathered, 0, int8)
+  up.weight: f32[6,32] = fsdp.copy_out(up.gathered, 0, int8_blocks)
   permute: f32[32,6] = permute(up.weight, [1, 0])
   up.bias: f32[6] = fsdp.copy_out(up.gathered, 112)
   fsdp.free(up.gathered)
@@ -107,11 +108,11 @@ forward(up: f32[100], primals_2: f32[3,32], down: f32[8])
             str(forward),
             """\
 forward(up: f32[100], primals_2: f32[3,32], down: f32[8])
-  up.i8: i8[80] = fsdp.narrow(up, [0, 96], [int4, float32])
+  up.i8: i8[80] = fsdp.narrow(up, [0, 96], [int4_blocks, float32])
   up.pending: i8[160] = fsdp.all_gather_grouped([up.i8])
   down.pending: f32[16] = fsdp.all_gather_grouped([down])
   up.gathered: i8[160] = fsdp.wait(up.pending)
-  up.weight: f32[6,32] = fsdp.copy_out(up.gathered, 0, int4)
+  up.weight: f32[6,32] = fsdp.copy_out(up.gathered, 0, int4_blocks)
   permute: f32[32,6] = permute(up.weight, [1, 0])
   up.bias: f32[6] = fsdp.copy_out(up.gathered, 64)
   fsdp.free(up.gathered)
@@ -147,10 +148,10 @@ backward(down.weight: f32[2,6], primals_2: f32[3,32], relu: f32[3,6], tangents_1
   sum_1: f32[1,6] = sum.dim_IntList(where, [0], True)
   view: f32[6] = view(sum_1, [6])
   down.grad: f32[8] = fsdp.wait(down.grad.pending)
-  up.packed: i8[256] = fsdp.pack([mm_3, view], [0, 96], [int8, float32])
+  up.packed: i8[256] = fsdp.pack([mm_3, view], [0, 96], [int8_blocks, float32])
   up.grad.pending: i8[256] = fsdp.all_to_all(up.packed)
   up.grad.received: i8[256] = fsdp.wait(up.grad.pending)
-  up.grad: f32[100] = fsdp.sum_up(up.grad.received, [0, 96], [int8, float32])
+  up.grad: f32[100] = fsdp.sum_up(up.grad.received, [0, 96], [int8_blocks, float32])
   return [up.grad, None, down.grad]""",
         )
 
