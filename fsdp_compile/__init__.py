@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from .errors import CaptureError, CompilationWarning, ConfigError, NonFiniteError, PassError, RankError, VerifyError
     from .graphs import RewrittenGraph, RewrittenGraphs
     from .layout.communication import CommunicationDtype
+    from .module.communication_state import CommunicationState
     from .module.sharded_module import register_fsdp_forward_method
 
 __all__ = [
     "CaptureError",
     "CommunicationDtype",
+    "CommunicationState",
     "CompilationWarning",
     "ConfigError",
     "NonFiniteError",
@@ -35,6 +37,7 @@ __all__ = [
 
 _FILE_OF_NAME = {
     "CommunicationDtype": "layout.communication",
+    "CommunicationState": "module.communication_state",
     "RewrittenGraph": "graphs",
     "RewrittenGraphs": "graphs",
     "fsdp_compile": "api",

@@ -115,9 +115,14 @@ def compile_graph(
     """Rewrite and compile a graph that reads parameters of `shardings`.
 
     Raises:
-        ConfigError: their models were given trainable parameters since.
+        ConfigError: their models were given trainable parameters since, or are to run as CUDA graphs and cannot.
     """
     _refuse_newcomers(shardings)
+    if config.records_cuda_graphs and any(shard.layout.feeds_back for each in shardings for shard in each.shards):
+        raise ConfigError(
+            "communication_dtype: error_feedback writes from step to step to what a CUDA graph would read: compile "
+            "without CUDA graphs, or leave error_feedback out"
+        )
     shards: dict[int, weakref.ref[FlatShard]] = {
         index: weakref.ref(shard)
         for index, value in enumerate(example_inputs)

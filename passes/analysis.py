@@ -151,7 +151,7 @@ def kernel_end(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _ends_kernel(node: torch.fx.Node) -> bool:
-    is_sent = ops.is_call(node, ops.PACK, ops.WAIT) or ops.is_collective(node)
+    is_sent = ops.is_call(node, ops.PACK, ops.REMAINDER, ops.WAIT) or ops.is_collective(node)
     return node.op in ("placeholder", "output", "root") or is_heavy(node) or is_sent
 
 

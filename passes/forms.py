@@ -28,6 +28,8 @@ import torch
 
 MESSAGE = torch.int8
 """The dtype of what is sent where a part of it is integers; what is none is sent as its bytes."""
+RESIDUAL = torch.bfloat16
+"""The dtype in which is kept what messages lose, to be sent with the next."""
 BLOCK = 256
 SHORTEST = 16
 _ALIGNMENT = 16  # bytes
@@ -202,20 +204,66 @@ def into_form(call: Call, value: Any, lead: Sequence[int], region: Region, dtype
     """
     if not is_integers(region.form):
         return [cast(call, value, dtype, dtype_of_name(region.form))]
-    rows = (region.end - region.begin) // region.inner
-    count, size = _blocks(region.form, region.inner)
-    blocks = cast(call, call(_aten.view.default, value, [*lead, rows, region.inner]), dtype, _SCALE)
-    if count * size > region.inner:
-        blocks = call(_aten.constant_pad_nd.default, blocks, [0, count * size - region.inner])
-    blocks = call(_aten.view.default, blocks, [*lead, rows, count, size])
-    largest = call(_aten.amax.default, call(_aten.abs.default, blocks), [-1], True)
-    scale = call(_aten.clamp_min.default, call(_aten.div.Tensor, largest, float(most(region.form))), _TINY)
-    whole = call(_aten.round.default, call(_aten.div.Tensor, blocks, scale))
-    integers = _packed(call, call(torch.ops.prims.convert_element_type.default, whole, MESSAGE), region.form, size)
+    return message_of(call, Blocks.of(call, value, lead, region, dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A region in blocks of integers: what they stand for, the integers themselves (as float32), and their scales.
+
+    Values and integers are [*lead, rows, blocks of a row, elements of a block]; scales have one element for a block.
+    """
+
+    lead: Sequence[int]
+    region: Region
+    values: Any
+    whole: Any
+    scale: Any
+
+    @classmethod
+    def of(cls, call: Call, value: Any, lead: Sequence[int], region: Region, dtype: torch.dtype) -> Blocks:
+        """Of [*lead, elements] in this dtype."""
+        rows, count, size = _rows_and_blocks(region)
+        blocks = cast(call, call(_aten.view.default, value, [*lead, rows, region.inner]), dtype, _SCALE)
+        if count * size > region.inner:
+            blocks = call(_aten.constant_pad_nd.default, blocks, [0, count * size - region.inner])
+        blocks = call(_aten.view.default, blocks, [*lead, rows, count, size])
+        largest = call(_aten.amax.default, call(_aten.abs.default, blocks), [-1], True)
+        scale = call(_aten.clamp_min.default, call(_aten.div.Tensor, largest, float(most(region.form))), _TINY)
+        return cls(lead, region, blocks, call(_aten.round.default, call(_aten.div.Tensor, blocks, scale)), scale)
+
+
+def message_of(call: Call, blocks: Blocks) -> list[Any]:
+    """What is sent of blocks, as `into_form` returns it: their integers and their scales."""
+    lead, region = blocks.lead, blocks.region
+    rows, count, size = _rows_and_blocks(region)
+    whole = call(torch.ops.prims.convert_element_type.default, blocks.whole, MESSAGE)
     of_integers, of_scales = _bytes_of_blocks(region.form, rows, region.inner)
-    integers = call(_aten.view.default, integers, [*lead, of_integers])
-    scales = call(_aten.view.dtype, call(_aten.view.default, scale, [*lead, rows * count]), MESSAGE)
+    integers = call(_aten.view.default, _packed(call, whole, region.form, size), [*lead, of_integers])
+    scales = call(_aten.view.dtype, call(_aten.view.default, blocks.scale, [*lead, rows * count]), MESSAGE)
     return [_padded(call, integers, of_integers), _padded(call, scales, of_scales)]
+
+
+def lost_of(call: Call, blocks: Blocks) -> Any:
+    """What blocks stand for less what arrives of them: float32 [*lead, elements].
+
+    It is zero for a block with an element that is not finite, for it is added to what is sent next.
+    """
+    lead, region = blocks.lead, blocks.region
+    rows, count, size = _rows_and_blocks(region)
+    lost = call(_aten.sub.Tensor, blocks.values, call(_aten.mul.Tensor, blocks.whole, blocks.scale))
+    magnitude = call(_aten.abs.default, lost)
+    zero = cast(call, call(_aten.lt.Scalar, magnitude, 0.0), torch.bool, _SCALE)  # NaN is not less, either
+    lost = call(_aten.where.self, call(_aten.lt.Scalar, magnitude, math.inf), lost, zero)
+    lost = call(_aten.view.default, lost, [*lead, rows, count * size])
+    if count * size > region.inner:
+        lost = call(_aten.clone.default, call(_aten.slice.Tensor, lost, len(lead) + 1, 0, region.inner))
+    return call(_aten.view.default, lost, [*lead, rows * region.inner])
+
+
+def _rows_and_blocks(region: Region) -> tuple[int, int, int]:
+    """How many rows it has, how many blocks each of them, and how many elements each of those."""
+    return (region.end - region.begin) // region.inner, *_blocks(region.form, region.inner)
 
 
 def _as_it_is(value: Any) -> Any:
@@ -239,8 +287,7 @@ def out_of_form(
     """
     if not is_integers(region.form):
         return cast(call, message, dtype_of_name(region.form), dtype)
-    rows = (region.end - region.begin) // region.inner
-    count, size = _blocks(region.form, region.inner)
+    rows, count, size = _rows_and_blocks(region)
     of_integers, of_scales = _bytes_of_blocks(region.form, rows, region.inner)
     begin, dim = _aligned(of_integers), len(lead)
     integers = call(_aten.slice.Tensor, message, dim, 0, of_integers)

@@ -87,7 +87,7 @@ class Unshard:
     @classmethod
     def of(cls, node: torch.fx.Node) -> Unshard:
         bucket, parameter, world_size = (ops.argument(node, name) for name in ("bucket", "parameter", "world_size"))
-        arguments = (None, *node.args[2:])  # what is accumulated meets the gradient, in the backward
+        arguments = (None, None, *node.args[3:])  # what earlier steps have left meets the gradient, in the backward
         return cls(ops.argument(node, "shard").name, arguments, bucket, parameter, world_size, node.meta["val"].dtype)
 
 

@@ -18,12 +18,14 @@ added to its own, whatever the form.
 
 With a `reduce_form` ranks send each other their gradients in that form (`forms`), and each sums up in float32 what it
 receives: `d = sum_up(wait(all_to_all(pack([g1, g2]))))`. So nothing is rounded between two ranks, as it is by a
-reduce-scatter in a narrow dtype.
+reduce-scatter in a narrow dtype. With a `residual`, what earlier messages lost is packed with the gradients, and what
+this one loses is kept in its place: `keep(remainder([g1, g2], residual), residual)`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.fx
@@ -55,7 +57,7 @@ class InsertReduceScatter:
     def _reduce(self, graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
         names = ("bucket", "reduction", "world_size", "group", "replicas", "replica_group")
         bucket, reduction, world_size, group, replicas, replica_group = (ops.argument(node, name) for name in names)
-        gradients = node.args[:6]
+        gradients = _gradients_of(node)
         dtype = ops.argument(node, "reduce_dtype") or ops.argument(node, "gradients")[0].meta["val"].dtype
         if world_size == 1:
             result = ops.call(graph, ops.PACK, *gradients, 1, dtype, *forms.NO_REGIONS, like=node)
@@ -84,11 +86,23 @@ def _summed_up(
     bucket, reduction, world_size, group, numel = (ops.argument(node, name) for name in names)
     form, arguments = ops.argument(node, "reduce_form"), forms.arguments_of(regions)
     packed = (forms.MESSAGE, *arguments) if forms.is_integers(form) else (forms.dtype_of_name(form), *forms.NO_REGIONS)
-    sent = ops.call(graph, ops.PACK, *node.args[:6], world_size, *packed, like=node)
+    is_fed_back = forms.is_integers(form) and ops.argument(node, "residual") is not None
+    gradients = _gradients_of(node, is_fed_back=is_fed_back)
+    sent = ops.call(graph, ops.PACK, *gradients, world_size, *packed, like=node)
+    if is_fed_back:
+        remainder = ops.call(graph, ops.REMAINDER, *gradients, world_size, *arguments, like=node)
     pending = ops.call(graph, ops.ALL_TO_ALL, sent, bucket, world_size, group, like=node)
+    if is_fed_back:
+        ops.call(graph, ops.KEEP, remainder, ops.argument(node, "residual"), bucket, like=node)
     received = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
     wide = torch.promote_types(dtype, torch.float32)
     return ops.call(graph, ops.SUM_UP, received, bucket, *arguments, numel, world_size, wide, reduction, like=node)
+
+
+def _gradients_of(node: torch.fx.Node, *, is_fed_back: bool = False) -> list[Any]:
+    """The first arguments of a reduce_gradient: what is packed, with what messages have lost if that is fed back."""
+    gradients, accumulated, residual, *rest = node.args[:7]
+    return [gradients, accumulated, residual if is_fed_back else None, *rest]
 
 
 def sent_regions(node: torch.fx.Node, dtype: torch.dtype) -> list[forms.Region]:

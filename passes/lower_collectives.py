@@ -70,12 +70,14 @@ class _Lowering:
     Attributes:
         pieces: what the grouped calls have brought: by their node, the results by offset.
         by_rank: the buffers from which parameters are copied, as [world_size, n].
+        blocks: what is packed as integers, by where that is in a rank's part and by the first gradient beside it.
     """
 
     graph: torch.fx.Graph
     poison: bool
     pieces: dict[torch.fx.Node, dict[int, torch.fx.Node]] = dataclasses.field(default_factory=dict)
     by_rank: dict[torch.fx.Node, torch.fx.Node] = dataclasses.field(default_factory=dict)
+    blocks: dict[tuple[int, torch.fx.Node], forms.Blocks] = dataclasses.field(default_factory=dict)
     erased: list[torch.fx.Node] = dataclasses.field(default_factory=list)
 
     def call(self, target: Any, *args: Any, like: torch.fx.Node) -> torch.fx.Node:
@@ -128,15 +130,15 @@ class _Lowering:
             rows = self.contiguous(gradient) if is_whole else self.padded_rows(gradient, world_size, node)
             chunk = self.call(_aten.view.default, rows, [world_size, taken], like=node)
             if accumulated is not None:
-                kept = self.kept(node, offset, offset + taken)
+                kept = self.left(node, "accumulated", offset, offset + taken)
                 chunk = self.call(_aten.add.Tensor, self.cast(chunk, kept.meta["val"].dtype, node), kept, like=node)
             chunks[offset] = chunk if names_of_forms else self.cast(chunk, dtype, node)
         return chunks
 
-    def kept(self, node: torch.fx.Node, begin: int, end: int) -> torch.fx.Node:
-        """Columns [begin, end) of what earlier steps kept of the gradients that `node` reduces."""
-        accumulated, world_size = ops.argument(node, "accumulated"), ops.argument(node, "world_size")
-        by_rank = self.call(_aten.view.default, accumulated, [world_size, ops.argument(node, "numel")], like=node)
+    def left(self, node: torch.fx.Node, argument: str, begin: int, end: int) -> torch.fx.Node:
+        """Columns [begin, end) of what earlier steps have left of gradients, by the name of an argument of `node`."""
+        shape = [ops.argument(node, "world_size"), ops.argument(node, "numel")]
+        by_rank = self.call(_aten.view.default, ops.argument(node, argument), shape, like=node)
         return self.section(by_rank, 1, begin, end, node)
 
     def joined(self, pieces: dict[int, torch.fx.Node], numel: int, gap: Gap, like: torch.fx.Node) -> torch.fx.Node:
@@ -156,12 +158,12 @@ class _Lowering:
         self, piece: torch.fx.Node, lead: list[int], region: forms.Region, like: torch.fx.Node
     ) -> list[torch.fx.Node]:
         """The parts of a message for a region, whose elements are `piece`, in the dtype that `like` returns."""
-        dtype = like.meta["val"].dtype
         sent = forms.into_form(partial(self.call, like=like), piece, lead, region, piece.meta["val"].dtype)
-        return [
-            each if each.meta["val"].dtype == dtype else self.call(_aten.view.dtype, each, dtype, like=like)
-            for each in sent
-        ]
+        return [self.viewed(each, like.meta["val"].dtype, like) for each in sent]
+
+    def viewed(self, value: torch.fx.Node, dtype: torch.dtype, like: torch.fx.Node) -> torch.fx.Node:
+        """The same bytes as elements of this dtype."""
+        return value if value.meta["val"].dtype == dtype else self.call(_aten.view.dtype, value, dtype, like=like)
 
     def zeros(self, pieces: dict[int, torch.fx.Node]) -> Gap:
         """Zeros like `pieces`."""
@@ -358,7 +360,7 @@ def _pack(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
     numel, world_size, dtype = (ops.argument(node, name) for name in ("numel", "world_size", "dtype"))
 
     def kept(begin: int, end: int) -> torch.fx.Node:
-        return lowering.cast(lowering.kept(node, begin, end), dtype, node)
+        return lowering.cast(lowering.left(node, "accumulated", begin, end), dtype, node)
 
     gap = lowering.zeros(chunks) if ops.argument(node, "accumulated") is None else kept
     joined = lowering.joined(chunks, numel, gap, node)
@@ -371,13 +373,42 @@ def _pack_in_forms(lowering: _Lowering, node: torch.fx.Node, chunks: dict[int, t
     for region in ops.regions(node):
         chunk = chunks.get(region.begin)
         if chunk is None:
-            chunk = lowering.kept(node, region.begin, region.end)
+            chunk = lowering.left(node, "accumulated", region.begin, region.end)
         missing = region.end - region.begin - chunk.meta["val"].shape[1]
         if missing:
             chunk = lowering.call(_aten.constant_pad_nd.default, chunk, [0, missing], like=node)
-        pieces += lowering.message(chunk, [world_size], region, node)
+        if ops.argument(node, "residual") is not None and forms.is_integers(region.form):
+            blocks = _with_residual(lowering, node, chunk, region)
+            pieces += forms.message_of(partial(lowering.call, like=node), blocks)
+            lowering.blocks[region.begin, ops.argument(node, "gradients")[0]] = blocks
+        else:
+            pieces += lowering.message(chunk, [world_size], region, node)
     joined = lowering.call(_aten.cat.default, pieces, 1, like=node)
     return lowering.call(_aten.view.default, joined, [node.meta["val"].numel()], like=node)
+
+
+def _with_residual(
+    lowering: _Lowering, node: torch.fx.Node, chunk: torch.fx.Node, region: forms.Region
+) -> forms.Blocks:
+    """What is sent of a gradient and of what earlier messages have lost of it."""
+    wide = torch.promote_types(chunk.meta["val"].dtype, torch.float32)
+    left = lowering.cast(lowering.left(node, "residual", region.begin, region.end), wide, node)
+    total = lowering.call(_aten.add.Tensor, lowering.cast(chunk, wide, node), left, like=node)
+    lead = [ops.argument(node, "world_size")]
+    return forms.Blocks.of(partial(lowering.call, like=node), total, lead, region, wide)
+
+
+def _remainder(lowering: _Lowering, node: torch.fx.Node) -> torch.fx.Node:
+    """From the blocks that the message was made of, before this; the residual stays where nothing is lost."""
+    residual, first = ops.argument(node, "residual").meta["val"], ops.argument(node, "gradients")[0]
+    lost = {}
+    for region in filter(lambda region: forms.is_integers(region.form), ops.regions(node)):
+        blocks = lowering.blocks[region.begin, first]
+        lost[region.begin] = lowering.cast(
+            forms.lost_of(partial(lowering.call, like=node), blocks), residual.dtype, node
+        )
+    joined = lowering.joined(lost, ops.argument(node, "numel"), partial(lowering.left, node, "residual"), node)
+    return lowering.call(_aten.view.default, joined, [residual.numel()], like=node)
 
 
 def _note_join(joined: torch.fx.Node) -> None:
@@ -435,6 +466,7 @@ _RULES: dict[Any, Any] = {
     ops.VIEW_OUT: _view_out,
     ops.RESHARD: _reshard,
     ops.PACK: _pack,
+    ops.REMAINDER: _remainder,
     ops.CAST: _cast,
     ops.DIVIDE: _divide,
     ops.FREE: _free,

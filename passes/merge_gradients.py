@@ -6,7 +6,8 @@ Needs    nothing: autograd adds up what the reads of one shard contribute
 Keeps    every contribution; those to one parameter are added in the order in which autograd adds them
 Cost     O(nodes)
 
-Gradients that are kept for a later step (`pack`) merge likewise. What earlier steps kept is added once.
+Gradients that are kept for a later step (`pack`) merge likewise. What earlier steps kept, or
+their messages lost, is added once.
 """
 
 from __future__ import annotations
@@ -56,11 +57,10 @@ def _merge(graph: torch.fx.Graph, total: torch.fx.Node, parts: list[torch.fx.Nod
             graph,
             parts[0].target,
             [gradient_of_slot[slot] for slot in slots],
-            ops.argument(parts[0], "accumulated"),
-            ops.argument(parts[0], "bucket"),
+            *(ops.argument(parts[0], name) for name in ("accumulated", "residual", "bucket")),
             [parameter for _, parameter in slots],
             [offset for offset, _ in slots],
-            *parts[0].args[5:],
+            *parts[0].args[6:],
             like=total,
         )
     total.replace_all_uses_with(merged)

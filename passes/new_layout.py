@@ -32,39 +32,45 @@ class NewLayout:
         """A graph that still has `unshard` and `reduce_gradient`, with one of these for each bucket."""
         for node in graph.nodes:
             if ops.is_call(node, ops.UNSHARD):
-                self._resize(ops.argument(node, "shard"), ops.argument(node, "bucket"))
+                _resize(ops.argument(node, "shard"), self.numel_of_bucket[ops.argument(node, "bucket")])
                 arguments = self.arguments_of_parameter[ops.argument(node, "parameter")]
-                node.args = (*node.args[:3], *_with_dtype_of(node.args[3:], arguments))
+                node.args = (*node.args[:4], *_with_dtype_of(node.args[4:], arguments))
             elif ops.is_call(node, ops.REDUCE_GRADIENT):
                 self._change_reduction(node)
 
     def change_halves(self, halves: Halves) -> Halves:
         """The same of halves, which are changed, and whose unshards are erased."""
-        shard_of_name = {node.name: node for node in analysis.inputs(halves.forward.graph)}
+        input_of_name = {node.name: node for node in analysis.inputs(halves.forward.graph)}
         unshards = {}
         for name, unshard in halves.unshards.items():
-            self._resize(shard_of_name[unshard.shard], unshard.bucket)
-            arguments = _with_dtype_of(unshard.arguments[2:], self.arguments_of_parameter[unshard.parameter])
+            _resize(input_of_name[unshard.shard], self.numel_of_bucket[unshard.bucket])
+            arguments = _with_dtype_of(unshard.arguments[3:], self.arguments_of_parameter[unshard.parameter])
             unshards[name] = dataclasses.replace(
-                unshard, arguments=(*unshard.arguments[:2], *arguments), world_size=arguments[4]
+                unshard, arguments=(*unshard.arguments[:3], *arguments), world_size=arguments[4]
             )
         self.change_graph(halves.backward.graph)
+        for node in halves.backward.graph.find_nodes(op="call_function", target=ops.REDUCE_GRADIENT):
+            if (residual := ops.argument(node, "residual")) is not None:
+                _resize(input_of_name[residual.name], residual.meta["val"].numel())
         return dataclasses.replace(halves, unshards=unshards)
 
-    def _resize(self, shard: torch.fx.Node, bucket: str) -> None:
-        shard.meta = {**shard.meta, "val": shard.meta["val"].new_empty(self.numel_of_bucket[bucket])}
-        shard.meta.pop("tensor_meta", None)
-
     def _change_reduction(self, node: torch.fx.Node) -> None:
-        gradients, accumulated, bucket, parameters, _, _, _, _, dtype, device, *_ = node.args
+        gradients, accumulated, residual, bucket, parameters, _, _, _, _, dtype, device, *_ = node.args
         assert accumulated is None, f"{node} adds to what was kept in the layout that was traced"
         arguments = [self.arguments_of_parameter[str(name)] for name in parameters]  # type: ignore[union-attr]
         _, _, _, _, world_size, group, _, _, _, *reduction = arguments[0]
         offsets, numel = [offset for _, _, offset, *_ in arguments], self.numel_of_bucket[str(bucket)]
         shards = offsets, numel, world_size, group
-        node.args = (gradients, None, bucket, parameters, *shards, dtype, device, *reduction)
-        node.meta = {**node.meta, "val": node.meta["val"].new_empty(numel)}
-        node.meta.pop("tensor_meta", None)
+        if isinstance(residual, torch.fx.Node):
+            _resize(residual, numel * int(world_size))
+        node.args = (gradients, None, residual, bucket, parameters, *shards, dtype, device, *reduction)
+        _resize(node, numel)
+
+
+def _resize(node: torch.fx.Node, numel: int) -> None:
+    """Note that a tensor of one dimension has so many elements."""
+    node.meta = {**node.meta, "val": node.meta["val"].new_empty(numel)}
+    node.meta.pop("tensor_meta", None)
 
 
 def _with_dtype_of(before: Sequence[Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:

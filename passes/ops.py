@@ -9,12 +9,14 @@ needs to be gathered.
 
 What the front end emits, differentiable, one of each per read of a parameter::
 
-    unshard(shard, accumulated, ...)               the full parameter, in the dtype that the forward computes in
-    reduce_gradient(gradients, accumulated, ...)   the shard's gradient from full gradients of some of its parameters
+    unshard(shard, accumulated, residual, ...)     the full parameter, in the dtype that the forward computes in
+    reduce_gradient(gradients, accumulated, residual, ...)
+                                                   the shard's gradient from full gradients of some of its parameters
     pack(gradients, ...)                           those gradients as they are, to be reduced with a later step's
 
 `unshard` says where its gradient goes: "reduce" makes it a `reduce_gradient` of the shard, "keep" a `pack` that is the
-gradient of `accumulated`, and "none" is for frozen parameters. With "reduce", `accumulated` is what earlier steps kept.
+gradient of `accumulated`, and "none" is for frozen parameters. With "reduce", `accumulated` is what earlier steps kept,
+and `residual` what their messages have lost of gradients by rounding, where that is fed back; both as `pack` lays out.
 
 What the passes turn that into. The packed form of a gather or a reduction sends one buffer, with copies on one side;
 the grouped form sends one message per parameter in one call, and needs none::
@@ -28,7 +30,9 @@ the grouped form sends one message per parameter in one call, and needs none::
     free(full)                                        the end of the life of a gathered buffer or a full parameter
     poison(full)                                      what a debug mode makes of a free: NaN in every element
     part(shard), reshard(gathered)                    a part of the gathered buffer, kept for a gather by fewer ranks
-    pack(gradients, accumulated, ...)                 full gradients in the layout that reduce_scatter reads, in forms
+    pack(gradients, accumulated, residual, ...)       full gradients in the layout that reduce_scatter reads, in forms
+    remainder(gradients, accumulated, residual, ...)  what the forms of that message lose of what is packed
+    keep(remainder, residual)                         the remainder is the residual of the next step
     reduce_scatter(packed), reduce_scatter_grouped(gradients, accumulated), all_reduce(gradient)
                                                       pending; the shard's gradient
     all_to_all(packed), sum_up(received)              pending: what all ranks packed for this one; the shard's gradient
@@ -39,8 +43,8 @@ the grouped form sends one message per parameter in one call, and needs none::
 
 An operator is a row of this file, an `Operator`. What it becomes is in `lower_collectives`, after which passes it may
 stand in a graph is in `verifier`. The operators have fake implementations (shapes); `unshard`, `reduce_gradient`,
-`pack`, `store`, `poison`, `update` and the three of copies also run, by the kernels in `fsdp_compile.runtime`. The
-others never run.
+`pack`, `store`, `poison`, `keep`, `update` and the three of copies also run, by the kernels in `fsdp_compile.runtime`.
+The others never run.
 """
 
 from __future__ import annotations
@@ -103,7 +107,8 @@ class Operator:
 
 _SHARD_GROUP = "int world_size, str group"
 _REDUCTION = "int replicas, str replica_group, str reduction, float divisor, ScalarType? reduce_dtype, str reduce_form"
-_GRADIENTS = "Tensor[] gradients, Tensor? accumulated, str bucket, str[] parameters, int[] offsets, int numel"
+_PACKED = "Tensor[] gradients, Tensor? accumulated, Tensor? residual"
+_GRADIENTS = f"{_PACKED}, str bucket, str[] parameters, int[] offsets, int numel"
 _PARAMETER = "str parameter, int offset, int[] shape, int world_size"
 _COMPUTE = "ScalarType? dtype, Device? device, str gather_form"
 _REGIONS = "int[] begins, int[] ends, int[] inners, str[] forms"
@@ -120,20 +125,20 @@ def _empty(
 
 
 UNSHARD = Operator(
-    f"unshard(Tensor shard, Tensor? accumulated, str gradient, str bucket, {_PARAMETER}, str group, {_COMPUTE}, "
-    f"{_REDUCTION}) -> Tensor",
-    lambda shard, accumulated, gradient, bucket, parameter, offset, shape, world_size, group, dtype, device, *_: (
-        shard.new_empty(shape, dtype=dtype, device=device)
+    f"unshard(Tensor shard, Tensor? accumulated, Tensor? residual, str gradient, str bucket, {_PARAMETER}, str group, "
+    f"{_COMPUTE}, {_REDUCTION}) -> Tensor",
+    lambda shard, accumulated, residual, gradient, bucket, parameter, offset, shape, world_size, group, *computed: (
+        shard.new_empty(shape, dtype=computed[0], device=computed[1])
     ),
     shown=("shard", "offset"),
     name="{parameter}",
 ).defined()
 REDUCE_GRADIENT = Operator(
     f"reduce_gradient({_GRADIENTS}, {_SHARD_GROUP}, ScalarType dtype, Device device, {_REDUCTION}) -> Tensor",
-    lambda gradients, accumulated, bucket, parameters, offsets, numel, world_size, group, dtype, device, *_: _empty(
-        gradients, numel, dtype, device
+    lambda gradients, accumulated, residual, bucket, parameters, offsets, numel, world_size, group, dtype, device, *_: (
+        _empty(gradients, numel, dtype, device)
     ),
-    shown=("gradients", "offsets", "accumulated"),
+    shown=("gradients", "offsets", "accumulated", "residual"),
     name="{bucket}.grad",
 ).defined()
 ALL_GATHER = Operator(
@@ -218,11 +223,22 @@ RESHARD = Operator(
 ).defined()
 PACK = Operator(
     f"pack({_GRADIENTS}, int world_size, ScalarType dtype, {_REGIONS}) -> Tensor",
-    lambda gradients, accumulated, bucket, parameters, offsets, numel, world_size, dtype, *regions: _empty(
+    lambda gradients, accumulated, residual, bucket, parameters, offsets, numel, world_size, dtype, *regions: _empty(
         gradients, world_size * (sum(forms.sizes(forms.regions_of(regions), dtype)) or numel), dtype=dtype
     ),
-    shown=("gradients", "offsets", "accumulated", "forms"),
+    shown=("gradients", "offsets", "accumulated", "residual", "forms"),
     name="{bucket}.packed",
+).defined()
+REMAINDER = Operator(
+    f"remainder({_GRADIENTS}, int world_size, {_REGIONS}) -> Tensor",
+    lambda gradients, accumulated, residual, *_: torch.empty_like(residual),
+    shown=("gradients", "offsets", "accumulated", "residual", "forms"),
+    name="{bucket}.remainder",
+).defined()
+KEEP = Operator(
+    "keep(Tensor remainder, Tensor(a!) residual, str bucket) -> ()",
+    lambda remainder, residual, bucket: None,
+    shown=("remainder", "residual"),
 ).defined()
 REDUCE_SCATTER = Operator(
     f"reduce_scatter(Tensor packed, str bucket, {_SHARD_GROUP}, str reduction) -> Tensor",
@@ -234,8 +250,8 @@ REDUCE_SCATTER = Operator(
 ).defined()
 REDUCE_SCATTER_GROUPED = Operator(
     f"reduce_scatter_grouped({_GRADIENTS}, {_SHARD_GROUP}, ScalarType dtype, str reduction) -> Tensor",
-    lambda gradients, accumulated, bucket, parameters, offsets, numel, world_size, group, dtype, reduction: _empty(
-        gradients, numel, dtype
+    lambda gradients, accumulated, residual, bucket, parameters, offsets, numel, world_size, group, dtype, reduction: (
+        _empty(gradients, numel, dtype)
     ),
     shown=("gradients", "offsets", "accumulated"),
     name="{bucket}.grad.pending",
@@ -319,7 +335,7 @@ UPDATE = Operator(
 ).defined()
 
 COPIES = frozenset({COPY_START, COPY_WAIT, COPIES_DONE})
-LOWERED = frozenset({STORE, POISON, UPDATE, *COPIES})
+LOWERED = frozenset({STORE, POISON, KEEP, UPDATE, *COPIES})
 """What is left of the dialect in a graph that is lowered: these run."""
 
 

@@ -35,7 +35,7 @@ _DTYPES = {
     torch.bool: "b8",
 }
 
-_LEFT_OUT = ("accumulated", "form", "forms")
+_LEFT_OUT = ("accumulated", "residual", "form", "forms")
 """Arguments that are printed only if there is something in them."""
 _ARGUMENT = re.compile(r"{(\w+)}")
 
@@ -133,8 +133,9 @@ def _bucket_of_input(node: torch.fx.Node) -> str | None:
             return f"{ops.escaped(ops.argument(user, 'parameter'))}.shard"
         if ops.is_conversion(user) and (bucket := _bucket_of_input(user)):
             return bucket
-        if ops.is_call(user, ops.PACK, ops.REDUCE_GRADIENT) and ops.argument(user, "accumulated") is node:
-            return f"{ops.argument(user, 'bucket')}.accumulated"
+        for left in ("accumulated", "residual"):
+            if ops.is_call(user, ops.PACK, ops.REDUCE_GRADIENT) and ops.argument(user, left) is node:
+                return f"{ops.argument(user, 'bucket')}.{left}"
     return None
 
 
@@ -147,7 +148,7 @@ def _line(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     arguments = [_argument(value, names) for value in values]
     arguments += [f"{name}={_argument(value, names)}" for name, value in node.kwargs.items()]
     call = f"{target_name(node)}({', '.join(arguments)})"
-    return call if ops.is_call(node, ops.FREE, ops.UPDATE) else f"{names[node]}{_type(node)} = {call}"
+    return call if ops.is_call(node, ops.FREE, ops.UPDATE, ops.KEEP) else f"{names[node]}{_type(node)} = {call}"
 
 
 def target_name(node: torch.fx.Node) -> str:
@@ -232,9 +233,9 @@ def _communication(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
 
 def _compute(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     target = target_name(node).removeprefix("fsdp.")
-    if ops.is_call(node, ops.UPDATE):
+    if ops.is_call(node, ops.UPDATE, ops.KEEP):
         return f"{target} {names[node.args[0]]}"  # type: ignore[index]
-    return f"{target} {names[node]}" if ops.is_call(node, ops.COPY_OUT, ops.PACK) else target
+    return f"{target} {names[node]}" if ops.is_call(node, ops.COPY_OUT, ops.PACK, ops.REMAINDER) else target
 
 
 def _ended_by(node: torch.fx.Node) -> list[torch.fx.Node]:

@@ -60,6 +60,7 @@ class Stage:
 
 _CAPTURED = {ops.UNSHARD, ops.REDUCE_GRADIENT, ops.PACK}
 _REDUCTIONS = {ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED, ops.ALL_REDUCE, ops.ALL_TO_ALL, ops.SUM_UP, ops.PACK}
+_REDUCTIONS |= {ops.REMAINDER, ops.KEEP}
 _GATHERS = {ops.ALL_GATHER, ops.ALL_GATHER_GROUPED, ops.NARROW, ops.JOIN, ops.COPY_OUT, ops.VIEW_OUT, ops.RESHARD}
 _PREPARED = {ops.WAIT, ops.CAST, ops.DIVIDE}
 _BOTH = _PREPARED | {ops.MOVE}
@@ -95,11 +96,12 @@ def verify(gm: torch.fx.GraphModule, stage: Stage, *, signature: Signature | Non
     7. with `freed`: every full buffer that the graph does not return is freed, right after its last use;
     8. a reduction returns a gradient of its shard's size;
     9. the operators of the dialect are those of the stage (`STAGES`): when all is lowered, `ops.LOWERED`;
-    10. a gradient that an update takes is not returned, and no other update takes it; until all is lowered, nothing
+    10. a pack that takes a residual is followed by one keep of what its message loses, of the same gradients;
+    11. a gradient that an update takes is not returned, and no other update takes it; until all is lowered, nothing
         reads the memory of a shard after its update.
     """
     _lint(gm.graph)
-    for check in (_values, _waits, _wait_order, _frees, _gradients, _updates_last):
+    for check in (_values, _waits, _wait_order, _frees, _gradients, _residuals, _updates_last):
         check(gm.graph)
     for node in filter(ops.is_dialect, gm.graph.nodes):
         name = target_name(node)
@@ -218,6 +220,21 @@ def _gradients(graph: torch.fx.Graph) -> None:
         if ops.is_call(node, ops.REDUCE_SCATTER) and ops.is_call(node.args[0], ops.PACK):
             numel, found = ops.argument(node.args[0], "numel"), node.meta["val"].numel()
             _require(numel == found, f"returns {found} elements for a shard of {numel}", node)
+
+
+def _residuals(graph: torch.fx.Graph) -> None:
+    position = analysis.positions(graph)
+    for pack in graph.find_nodes(op="call_function", target=ops.PACK):
+        residual = ops.argument(pack, "residual")
+        if residual is None:
+            continue
+        keeps = [node for node in residual.users if ops.is_call(node, ops.KEEP)]
+        _require(len(keeps) == 1, f"takes {{}}, which {len(keeps)} keeps give a new value: one has to", pack, residual)
+        remainder: Any = keeps[0].args[0]
+        packed = ops.argument(pack, "gradients")
+        is_of_it = ops.is_call(remainder, ops.REMAINDER) and ops.argument(remainder, "gradients") == packed
+        _require(is_of_it, "keeps {}, which is not what {} loses", keeps[0], remainder, pack)
+        _require(position[pack] < position[remainder], "is there before {}, whose message loses it", remainder, pack)
 
 
 def _updates_last(graph: torch.fx.Graph) -> None:

@@ -42,6 +42,9 @@ _SAME_FLOPS = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
+_WITHOUT_RESULT = (ops.UPDATE, ops.KEEP)
+_ALONE = (ops.PACK, ops.REMAINDER, *_WITHOUT_RESULT)
+"""What is no part of a kernel of the model's operators."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +119,7 @@ def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
     groups: list[list[torch.fx.Node]] = []
     can_join = False
     for node in graph.nodes:
-        if ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.WAIT, ops.PACK, ops.UPDATE):
+        if ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.WAIT, *_ALONE):
             can_join = False
         if not is_kernel(node):
             continue
@@ -159,12 +162,12 @@ def is_kernel(node: torch.fx.Node) -> bool:
     is_ours = ops.is_dialect(node)
     if is_ours and (ops.is_collective(node) or ops.is_copy(node) or ops.is_call(node, ops.FREE, ops.RESHARD)):
         return False
-    return ops.is_call(node, ops.UPDATE) or has_extents(_value(node))
+    return ops.is_call(node, *_WITHOUT_RESULT) or has_extents(_value(node))
 
 
 def is_light(node: torch.fx.Node) -> bool:
     """Whether compilers fuse this with its neighbours; copies out of and into buffers are ATen's."""
-    is_call_of_ours = ops.is_call(node, ops.COPY_OUT, ops.PACK, ops.UPDATE)
+    is_call_of_ours = ops.is_call(node, ops.COPY_OUT, *_ALONE)
     return is_kernel(node) and not analysis.is_heavy(node) and not is_call_of_ours
 
 
@@ -278,7 +281,7 @@ def _is_constant(node: torch.fx.Node) -> bool:
 def _dtype(nodes: Sequence[torch.fx.Node]) -> torch.dtype:
     """That of the largest tensor that is computed rather than copied, if any is; of an update, its gradient's."""
     computed = [node for node in nodes if not ops.is_dialect(node)] or nodes
-    computed = [node.all_input_nodes[0] if ops.is_call(node, ops.UPDATE) else node for node in computed]
+    computed = [node.all_input_nodes[0] if ops.is_call(node, *_WITHOUT_RESULT) else node for node in computed]
     if len(computed) == 1 and isinstance(value := _value(computed[0]), torch.Tensor):
         return value.dtype
     found = [extent for node in computed for extent in extents(_value(node))]
@@ -312,10 +315,13 @@ def is_item(node: torch.fx.Node) -> bool:
 def _read_of(node: torch.fx.Node, source: torch.fx.Node) -> int:
     """The bytes of `source` that `node` reads: a copy reads one parameter of a buffer, an embedding its rows.
 
-    An update also reads and writes parameters and states, of the size of the gradient.
+    An update also reads and writes parameters and states, of the size of the gradient. What a message loses is computed
+    with it, from what that reads; where that is kept, it is copied.
     """
     if ops.is_call(node, ops.UPDATE):
         return traffic_of_update(ops.argument(node, "states")) * num_bytes(source.meta["val"])
+    if ops.is_call(node, ops.REMAINDER):
+        return 0
     if ops.is_call(node, ops.COPY_OUT, torch.ops.aten.embedding.default):
         return num_bytes(node.meta["val"])
     return num_bytes(source.meta.get("val"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -132,6 +133,12 @@ class Layout:
         """In which form gathers and reductions send for now; "" leaves them as they are."""
         sent = UNCHANGED if self.is_full or self.shards.size == 1 else self.communication
         return sent.gather_form, sent.reduce_form
+
+    @cached_property
+    def feeds_back(self) -> bool:
+        """Whether messages lose something of gradients for now that is added to the next."""
+        regions = self.reduced_regions(self.dtype) if self.communication.error_feedback else []
+        return self.requires_grad and any(forms.is_integers(region.form) for region in regions)
 
     def reduced_regions(self, dtype: torch.dtype) -> list[forms.Region]:
         """The forms in which gradients of all its parameters are sent, packed in this dtype; none if they are not."""

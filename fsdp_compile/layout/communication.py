@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..checks import is_auto
+from ..checks import check_bool, is_auto
 from ..errors import ConfigError
 from ..passes import forms
 from .globs import is_named
@@ -27,6 +27,10 @@ class CommunicationDtype:
         reduce: "int8" or "int4" likewise for the rows of gradients; torch.bfloat16 or torch.float16 casts them. Each
             rank sends the others their part, and sums up in float32 what it receives: each gradient is rounded once.
             None reduces in the dtype that it has, or in the `reduce_dtype` of `mp_policy`.
+        error_feedback: with integers as `reduce`, whether what the messages of a rank lose of its gradients is added
+            to those of the next step. Each rank keeps that for whole parameters, in bfloat16: 2 bytes for each element
+            of the unit. `CommunicationState` saves and loads it. (Seide et al., Interspeech 2014; where parameters
+            are sharded: Xie et al., LoCo, arXiv 2407.04480)
 
     Parameters of one dimension, and those with rows of less than 16 elements, are never sent as integers. Nor does this
     concern what is sent between replicas (HYBRID_SHARD) or of parameters that every rank keeps whole (NO_SHARD).
@@ -37,6 +41,7 @@ class CommunicationDtype:
 
     gather: str | None = None
     reduce: str | torch.dtype | None = None
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.gather not in (None, *_INTEGERS):
@@ -45,6 +50,12 @@ class CommunicationDtype:
             raise ConfigError(
                 "CommunicationDtype: reduce is None, 'int8', 'int4', torch.bfloat16 or torch.float16, not "
                 f"{self.reduce!r}"
+            )
+        check_bool("CommunicationDtype: error_feedback", self.error_feedback)
+        if self.error_feedback and self.reduce not in _INTEGERS:
+            raise ConfigError(
+                "CommunicationDtype: error_feedback is for reduce='int8' and 'int4', not "
+                f"{self.reduce!r}, of which messages lose nothing, or next to nothing"
             )
 
     @property

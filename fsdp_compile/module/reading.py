@@ -23,6 +23,7 @@ from ..runtime.meta import off_meta
 from ..runtime.modules import CalledByItself, Recurrent, not_captured
 from ..runtime.reads import LocalRead, Read, StandIn, read_parameter
 from ..runtime.recomputation import checkpoint_in_forward
+from ..runtime.residuals import no_residual
 from ..runtime.wrappers import RefusesWrappers
 from .loading import shard_state
 
@@ -171,7 +172,7 @@ def reading_copy(model: nn.Module, layouts: Sequence[Layout], of_meta: str | tor
         is_offloaded = layout.compute_device is not None
         device = layout.device if layout.device.type != "meta" else "cpu" if is_offloaded else of_meta
         data = nn.Parameter(torch.empty(layout.numel, dtype=layout.dtype, device=device), layout.requires_grad)
-        shard = StandIn(data)
+        shard = StandIn(data, fed_back=no_residual(layout, data) if layout.feeds_back else None)
         for slot in layout.slots:
             read = Read.of(shard, layout, slot, is_frozen=not layout.requires_grad)
             read_of_parameter[parameter_of_name[slot.parameter]] = read

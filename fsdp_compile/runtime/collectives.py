@@ -71,14 +71,16 @@ def reduce_packed(
     reduction: str,
     divisor: float,
     regions: Sequence[forms.Region] = (),
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of a shard from a bucket's packed gradients, reduced over both axes in the dtype they have.
 
     Args:
         regions: the forms in which each rank's part is sent, if ranks send each other their gradients.
+        residual: what earlier messages have lost of gradients; it becomes what this one loses.
     """
     if world_size > 1 and regions:
-        packed = _summed_up(packed, world_size, group, reduction, regions)
+        packed = _summed_up(packed, world_size, group, reduction, regions, residual)
     elif world_size > 1:
         packed = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(packed, reduction, world_size, group))
     if replicas > 1:
@@ -87,15 +89,21 @@ def reduce_packed(
 
 
 def _summed_up(
-    packed: torch.Tensor, world_size: int, group: str, reduction: str, regions: Sequence[forms.Region]
+    packed: torch.Tensor,
+    world_size: int,
+    group: str,
+    reduction: str,
+    regions: Sequence[forms.Region],
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
     """What `fsdp::sum_up` computes, from what all ranks send each other."""
     by_rank, numel = packed.view(world_size, -1), packed.numel() // world_size
+    lost = None if residual is None else residual.data.view(world_size, -1)
     sent = [
         piece
         for region in regions
-        for piece in forms.into_form(
-            forms.eagerly, by_rank[:, region.begin : region.end], [world_size], region, packed.dtype
+        for piece in _message(
+            by_rank[:, region.begin : region.end], region, None if lost is None else lost[:, region.begin : region.end]
         )
     ]
     message = torch.cat([each.contiguous().view(forms.MESSAGE) for each in sent], 1)
@@ -108,6 +116,17 @@ def _summed_up(
         summed = forms.out_of_form(forms.eagerly, values, [world_size], region, dtype).sum(0)
         total[region.begin : region.end] = summed
     return total / world_size if reduction == "avg" else total
+
+
+def _message(value: torch.Tensor, region: forms.Region, lost: torch.Tensor | None) -> list[torch.Tensor]:
+    """The parts of what is sent of a region to every rank, with what earlier messages have lost of it."""
+    lead = [value.shape[0]]
+    if lost is None or not forms.is_integers(region.form):
+        return forms.into_form(forms.eagerly, value, lead, region, value.dtype)
+    wide = torch.promote_types(value.dtype, torch.float32)
+    blocks = forms.Blocks.of(forms.eagerly, value.to(wide) + lost.to(wide), lead, region, wide)
+    lost.copy_(forms.lost_of(forms.eagerly, blocks))
+    return forms.message_of(forms.eagerly, blocks)
 
 
 class OnAnyRank:

@@ -21,6 +21,7 @@ from .assigned_data import keep_assigned_data
 from .holders import Holders
 from .optimizers import install_hooks
 from .reads import Read
+from .residuals import no_residual
 from .views import Places, local_tensor, local_views, made_dtensor, part_of_rank, places_of, sharded_as, views_at
 
 
@@ -95,7 +96,8 @@ class FlatShard:
         sharding: what this is a part of, once it is complete.
         received: offsets of the parameters that the running backward has a gradient for.
         accumulation: gradients that are yet to be reduced, once there were any.
-        gradient, accumulated: what reads pass to `fsdp::unshard` for now.
+        residual: what messages have lost of gradients, where that is fed back, once there may be any.
+        gradient, accumulated, fed_back: what reads pass to `fsdp::unshard` for now.
         reduces, all_reduces: whether gradients are reduced at all, and over the first of two mesh axes.
         is_kept_by_user: whether the last forward keeps gradients because those two say so, and until they do not.
         awaited: with optimizers that step in the backward, how many reads and compiled graphs of this step have their
@@ -114,8 +116,10 @@ class FlatShard:
     sharding: Shards | None = None
     received: set[int] = dataclasses.field(default_factory=set)
     accumulation: Accumulation | None = None
+    residual: nn.Parameter | None = None
     gradient: str = "reduce"
     accumulated: nn.Parameter | None = None
+    fed_back: nn.Parameter | None = None
     reduces: bool = True
     all_reduces: bool = True
     is_kept_by_user: bool = False
@@ -209,7 +213,7 @@ class FlatShard:
         """Another layout of the same places: forwards read by it from now on."""
         self.layout = layout
         for read, slot in zip(self.reads, layout.slots, strict=True):
-            read.change_arguments(layout.unshard_arguments(slot))
+            read.change_layout(layout, slot)
 
     def check_views(self) -> None:
         """Before a forward, see that every parameter is a view into the shard; take over values moved elsewhere.
@@ -247,6 +251,8 @@ class FlatShard:
         self._hold(flat)
         if self.accumulation is not None:
             self.accumulation = self.accumulation.moved(self.layout, flat)
+        if self.residual is not None:
+            self.residual = nn.Parameter(self.residual.to(self.layout.compute_device or device), requires_grad=False)
 
     def _is_as_it_was(self) -> bool:
         """Whether the parameters are those that were views of `data`, and still are; most forwards find that."""
@@ -309,7 +315,7 @@ class FlatShard:
         for read, parameter in zip(self.reads, self.parameters, strict=True):
             if read.is_frozen == parameter.requires_grad:
                 read.is_frozen = not parameter.requires_grad
-        self.gradient, self.accumulated = "reduce", None
+        self.gradient, self.accumulated, self.fed_back = "reduce", None, None
         if self.accumulation is not None:
             self.accumulation.is_taken = False  # by a backward that ended in an exception
         if not self.data.requires_grad or not torch.is_grad_enabled():
@@ -318,8 +324,17 @@ class FlatShard:
         if keeps_gradients or self.keeps_gradients:
             self.accumulation = self.accumulation or Accumulation.of(self.layout, self.data)
             self.gradient, self.accumulated = "keep", self.accumulation.leaf
-        elif self.accumulation is not None and self.accumulation.leaf.grad is not None:
+            return
+        if self.accumulation is not None and self.accumulation.leaf.grad is not None:
             self.accumulated = nn.Parameter(self.accumulation.leaf.grad, requires_grad=False)
+        if self.layout.feeds_back:
+            self.fed_back = self.known_residual()
+
+    def known_residual(self) -> nn.Parameter:
+        """What messages have lost of gradients: nothing, before there were any."""
+        if self.residual is None:
+            self.residual = no_residual(self.layout, self.data)
+        return self.residual
 
     def _is_view(self, slot: Slot, parameter: nn.Parameter) -> bool:
         local, data = local_tensor(parameter), self.data

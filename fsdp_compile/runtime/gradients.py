@@ -105,9 +105,9 @@ def _reduce_leftover(shard: FlatShard) -> None:
         if doubtful:
             found = OnAnyRank([offset in offsets for offset in doubtful], layout.groups, packed.device).wait()
             offsets.update(itertools.compress(doubtful, found))
-        flat = reduce_packed(
-            packed, *axes, layout.reduction.operator, layout.reduction.divisor, layout.reduced_regions(packed.dtype)
-        )
+        residual = shard.known_residual() if layout.feeds_back else None
+        reduction, regions = layout.reduction, layout.reduced_regions(packed.dtype)
+        flat = reduce_packed(packed, *axes, reduction.operator, reduction.divisor, regions, residual)
     shard.give(flat, set(), offsets)
 
 

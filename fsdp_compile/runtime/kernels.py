@@ -37,6 +37,7 @@ def capturing() -> Iterator[None]:
 def _unshard(
     shard: torch.Tensor,
     accumulated: torch.Tensor | None,
+    residual: torch.Tensor | None,
     gradient: str,
     bucket: str,
     parameter: str,
@@ -70,6 +71,7 @@ def _poison(full: torch.Tensor) -> None:
 def _pack(
     gradients: list[torch.Tensor],
     accumulated: torch.Tensor | None,
+    residual: None,
     bucket: str,
     parameters: list[str],
     offsets: list[int],
@@ -91,6 +93,7 @@ def _pack(
 def _reduce_gradient(
     gradients: list[torch.Tensor],
     accumulated: torch.Tensor | None,
+    residual: torch.Tensor | None,
     bucket: str,
     parameters: list[str],
     offsets: list[int],
@@ -109,9 +112,9 @@ def _reduce_gradient(
     sent, shapes = reduce_dtype or gradients[0].dtype, [tuple(gradient.shape) for gradient in gradients]
     taken, is_whole = [ops.shard_numel(shape, world_size) for shape in shapes], accumulated is not None
     regions = forms.reduced_regions(offsets, shapes, taken, reduce_form, sent, numel, is_whole=is_whole)
-    packed = _pack(gradients, accumulated, bucket, parameters, offsets, numel, world_size, sent)
+    packed = _pack(gradients, accumulated, None, bucket, parameters, offsets, numel, world_size, sent)
     axes = world_size, group, dtype, device, replicas, replica_group
-    return reduce_packed(packed, *axes, reduction, divisor, regions)
+    return reduce_packed(packed, *axes, reduction, divisor, regions, residual)
 
 
 def _agreement_of(data: torch.Tensor) -> Agreement | None:
@@ -121,9 +124,9 @@ def _agreement_of(data: torch.Tensor) -> Agreement | None:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.shard, ctx.accumulated, ctx.gradient, ctx.arguments = *inputs[:3], inputs[3:]
+    ctx.shard, ctx.accumulated, ctx.residual, ctx.gradient, ctx.arguments = *inputs[:4], inputs[4:]
     # How `dependence.py` knows a read of a parameter, and whether there is a gradient.
-    ctx.fsdp_slot = None if ctx.gradient == "none" else (inputs[3], inputs[5])
+    ctx.fsdp_slot = None if ctx.gradient == "none" else (inputs[4], inputs[6])
     if (shard := shard_of(ctx.shard)) is not None and ctx.gradient != "none":
         shard.awaited += 1
 
@@ -144,7 +147,7 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     of_shard = of_accumulated = None
     slot = bucket, [parameter], [offset], ctx.shard.numel(), world_size
     if ctx.gradient == "keep":
-        of_accumulated = torch.ops.fsdp.pack([gradient], None, *slot, ctx.accumulated.dtype, *forms.NO_REGIONS)
+        of_accumulated = torch.ops.fsdp.pack([gradient], None, None, *slot, ctx.accumulated.dtype, *forms.NO_REGIONS)
     elif ctx.gradient == "reduce":
         # Where this runs, each read of a parameter comes by: what is accumulated is added once, when all are done.
         accumulated = ctx.accumulated if shard_of(ctx.shard) is None else None
@@ -152,11 +155,11 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         replicas, replica_group, *_ = reduction
         groups = [name for size, name in ((world_size, group), (replicas, replica_group)) if size > 1]
         with running_alone(f"the reduction of the gradient of {parameter}", _agreement_of(ctx.shard), *groups):
-            of_shard = torch.ops.fsdp.reduce_gradient([gradient], accumulated, *slot, *result, *reduction)
+            of_shard = torch.ops.fsdp.reduce_gradient([gradient], accumulated, ctx.residual, *slot, *result, *reduction)
     note_gradients(ctx.shard, [offset], is_kept=ctx.gradient == "keep")
     if (shard := shard_of(ctx.shard)) is not None:
         shard.awaited -= shard.awaited > 0
-    return (of_shard, of_accumulated, None, *[None] * len(ctx.arguments))
+    return (of_shard, of_accumulated, None, None, *[None] * len(ctx.arguments))
 
 
 ops.LIBRARY.impl("unshard", _unshard, "CompositeExplicitAutograd")

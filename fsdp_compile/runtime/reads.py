@@ -22,20 +22,22 @@ class Read:
     Dynamo guards on whatever is looked up here, of every parameter and before every call: constants are one tuple.
 
     Attributes:
-        constants: whether the parameter is frozen; whether it is distributed; of one that is not sharded on its first
-            dimension, what `fsdp::assemble` takes besides; what `fsdp::unshard` takes besides.
+        constants: whether the parameter is frozen; whether it is distributed; whether what messages lose of its
+            gradient is fed back; of one that is not sharded on its first dimension, what `fsdp::assemble` takes
+            besides; what `fsdp::unshard` takes besides.
         distribution: over other ranks, which a forward sees.
     """
 
     shard: Readable
-    constants: tuple[bool, bool, tuple[Any, ...] | None, tuple[Any, ...]]
+    constants: tuple[bool, bool, bool, tuple[Any, ...] | None, tuple[Any, ...]]
     distribution: Distribution | SummedOver | None = None
 
     @classmethod
     def of(cls, shard: Readable, layout: Layout, slot: Slot, *, is_frozen: bool) -> Read:
         parts, arguments = layout.assemble_arguments(slot), layout.unshard_arguments(slot)
         distribution = slot.read_as or slot.distribution
-        return cls(shard, (is_frozen, distribution is not None, parts, arguments), distribution)
+        constants = is_frozen, distribution is not None, layout.feeds_back, parts, arguments
+        return cls(shard, constants, distribution)
 
     @property
     def is_frozen(self) -> bool:
@@ -50,9 +52,10 @@ class Read:
         is_frozen, _, *rest = self.constants
         self.constants, self.distribution = (is_frozen, True, *rest), SummedOver(mesh)  # type: ignore[assignment]
 
-    def change_arguments(self, arguments: tuple[Any, ...]) -> None:
-        """Have `fsdp::unshard` take these from now on."""
-        self.constants = (*self.constants[:3], arguments)
+    def change_layout(self, layout: Layout, slot: Slot) -> None:
+        """Read by another layout of the same places from now on."""
+        is_frozen, is_distributed, _, parts, _ = self.constants
+        self.constants = is_frozen, is_distributed, layout.feeds_back, parts, layout.unshard_arguments(slot)
 
 
 @dataclasses.dataclass
@@ -70,11 +73,12 @@ def read_parameter(read: Read | LocalRead, module: nn.Module, name: str) -> torc
         parameter: Any = module._parameters[name]
         dtype = parameter.dtype if read.is_full or read.dtype is None else read.dtype
         return parameter.to(dtype=dtype, device=read.device or parameter.device)  # type: ignore[no-any-return]
-    is_frozen, is_distributed, parts, arguments = read.constants
+    is_frozen, is_distributed, feeds_back, parts, arguments = read.constants
     if not read.shard.key:  # Dynamo guards on it: a graph knows the shards that it was compiled for
         raise AssertionError("a shard without a key")
     gradient = "none" if is_frozen else read.shard.gradient
-    full: torch.Tensor = torch.ops.fsdp.unshard.default(read.shard.data, read.shard.accumulated, gradient, *arguments)
+    accumulated, residual = read.shard.accumulated, read.shard.fed_back if feeds_back else None
+    full: torch.Tensor = torch.ops.fsdp.unshard.default(read.shard.data, accumulated, residual, gradient, *arguments)
     if parts is not None:
         full = ASSEMBLE(full, *parts)
     if not is_distributed or read.distribution is None:
@@ -86,14 +90,15 @@ def read_parameter(read: Read | LocalRead, module: nn.Module, name: str) -> torc
 class Readable(Protocol):
     """A shard; it may change its tensor, when the model moves to another dtype or device.
 
-    `key` is another for every shard in the process. `gradient` and `accumulated` say where gradients go; `passes.ops`
-    explains them.
+    `key` is another for every shard in the process. The others say where gradients go, and what goes along: as they are
+    called in `passes.ops`, but for `fed_back`, which is the residual.
     """
 
     key: str
     data: nn.Parameter
     gradient: str
     accumulated: nn.Parameter | None
+    fed_back: nn.Parameter | None
 
 
 @dataclasses.dataclass
@@ -104,3 +109,4 @@ class StandIn:
     key: str = "stand-in"
     gradient: str = "reduce"
     accumulated: nn.Parameter | None = None
+    fed_back: nn.Parameter | None = None

@@ -155,6 +155,34 @@ backward(down.weight: f32[2,6], primals_2: f32[3,32], relu: f32[3,6], tangents_1
   return [up.grad, None, down.grad]""",
         )
 
+    def test_what_messages_lose_is_packed_with_the_next_gradients(self):
+        sent = CommunicationDtype(reduce="int8", error_feedback=True)
+        backward = traced(sent).graphs.backward
+        self.assertExpectedInline(
+            "\n".join(line for line in str(backward).splitlines() if "up." in line),
+            """\
+backward(down.weight: f32[2,6], up.residual: bf16[200], primals_3: f32[3,32], relu: f32[3,6], tangents_1: f32[3,2])
+  up.packed: i8[256] = fsdp.pack([mm_3, view], [0, 96], up.residual, [int8_blocks, float32])
+  up.remainder: bf16[200] = fsdp.remainder([mm_3, view], [0, 96], up.residual, [int8_blocks, float32])
+  up.grad.pending: i8[256] = fsdp.all_to_all(up.packed)
+  fsdp.keep(up.remainder, up.residual)
+  up.grad.received: i8[256] = fsdp.wait(up.grad.pending)
+  up.grad: f32[100] = fsdp.sum_up(up.grad.received, [0, 96], [int8_blocks, float32])
+  return [up.grad, None, None, down.grad]""",
+        )
+        self.assertExpectedInline(
+            backward.schedule().partition("sum.dim")[2],
+            """\
+_IntList                                                   64
+                            wait down.grad                          0
+  pack up.packed                                                    256
+  remainder up.remainder                                            256
+                            all_to_all up                           256
+  keep up.remainder                                                 256
+                            wait up.grad.received                   0
+  sum_up                                                            0""",
+        )
+
     def test_gradients_are_sent_in_bfloat16_and_summed_up_in_float32(self):
         sent = CommunicationDtype(reduce=torch.bfloat16)
         self.assertExpectedInline(

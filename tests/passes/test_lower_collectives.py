@@ -237,6 +237,7 @@ class TestLoweredLayout(Pictures):
                 ops.PACK,
                 gradients,
                 None,
+                None,
                 layout.bucket,
                 names,
                 offsets,

@@ -72,6 +72,7 @@ joint(root: f32[8], primals_2: f32[3,4], tangents_1: f32[3,4])
             ops.REDUCE_GRADIENT,
             [gradient],
             None,
+            None,
             "up",
             ["up.weight"],
             [0],

@@ -7,7 +7,7 @@ import torch
 import torch.fx
 from hypothesis import settings
 
-from fsdp_compile import rewrite
+from fsdp_compile import CommunicationDtype, rewrite
 from fsdp_compile.passes import analysis, ops
 from fsdp_compile.passes.errors import VerifyError
 from fsdp_compile.passes.insert_free import InsertFree
@@ -196,6 +196,16 @@ def reduce_to_another_size(graph, random):
     node.meta["val"] = node.meta["val"].new_empty(node.meta["val"].numel() + random.choice([-1, 1]))
 
 
+def keep_never(graph, random):
+    graph.erase_node(choose(random, calls(graph, ops.KEEP)))
+
+
+def keep_what_another_message_loses(graph, random):
+    remainder = choose(random, calls(graph, ops.REMAINDER))
+    gradients, *others = remainder.args
+    remainder.args = (list(reversed(gradients)), *others)
+
+
 EDITS = [
     drop_a_wait,
     wait_twice,
@@ -217,6 +227,8 @@ EDITS = [
     return_another_dtype,
     add_an_input,
     reduce_to_another_size,
+    keep_never,
+    keep_what_another_message_loses,
 ]
 
 
@@ -224,13 +236,17 @@ EDITS = [
 def graphs():
     """Forwards and backwards, packed and grouped, that have several units under way."""
     found = []
+    fed_back = CommunicationDtype(reduce="int8", error_feedback=True)
     for grouped in (False, True):
         traced = trace(biased(), rows(), grouped=grouped).graphs
         model = build("gpt")
         lowering = "grouped" if grouped else "packed"
         options = {"collective_lowering": lowering, "forward_prefetch": 2, "backward_prefetch": 2}
-        rewritten = rewrite(model, *model.inputs(4, 0), world_size=4, **options)
-        found += [side.module for pair in (traced, rewritten) for side in (pair.forward, pair.backward)]
+        pairs = [
+            rewrite(model, *model.inputs(4, 0), world_size=4, communication_dtype=sent, **options)
+            for sent in ("auto", fed_back)
+        ]
+        found += [side.module for pair in (traced, *pairs) for side in (pair.forward, pair.backward)]
     return found
 
 

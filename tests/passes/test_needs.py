@@ -27,12 +27,12 @@ from tests.passes.tracing import REDUCTION, Drawing, Pictures
 
 def read(drawing, shard, bucket="up", dtype=None):
     arguments = "reduce", bucket, f"{bucket}.weight", 0, [4, 4], 2, "shard", dtype, None, "", *REDUCTION
-    return drawing.call(ops.UNSHARD, shard, None, *arguments)
+    return drawing.call(ops.UNSHARD, shard, None, None, *arguments)
 
 
 def reduced(drawing, gradient):
     shard = torch.float32, torch.device("cpu")
-    arguments = None, "up", ["up.weight"], [0], 8, 2, "shard", *shard, *REDUCTION
+    arguments = None, None, "up", ["up.weight"], [0], 8, 2, "shard", *shard, *REDUCTION
     return drawing.call(ops.REDUCE_GRADIENT, [gradient], *arguments)
 
 

@@ -32,7 +32,7 @@ def three_products(dtype=None):
         shards = {name: drawing.input(name, 8) for name in ("low", "mid", "top")}
         for name, shard in shards.items():
             slot = name, f"{name}.weight", 0, [4, 4], 2, "shard", dtype, CUDA, ""
-            x = drawing.call(mm, x, drawing.call(ops.UNSHARD, shard, None, "reduce", *slot, *REDUCTION))
+            x = drawing.call(mm, x, drawing.call(ops.UNSHARD, shard, None, None, "reduce", *slot, *REDUCTION))
         return drawing.returns(x)
 
 
@@ -42,7 +42,9 @@ def one_reduction():
         x = on_device(drawing.input("x", 4, 4))
         gradient = drawing.call(mm, x, x)
         slot = "low", ["low.weight"], [0], 8, 2, "shard", torch.float32, torch.device("cpu")
-        return drawing.returns(drawing.call(ops.REDUCE_GRADIENT, [gradient], None, *slot, *REDUCTION), name="backward")
+        return drawing.returns(
+            drawing.call(ops.REDUCE_GRADIENT, [gradient], None, None, *slot, *REDUCTION), name="backward"
+        )
 
 
 class TestOverlapCopies(Pictures):

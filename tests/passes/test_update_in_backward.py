@@ -93,7 +93,9 @@ backward(down.weight.shard: f32[16], primals_2: f32[3,4], mm: f32[3,8], tangents
     def test_gradients_that_are_kept_for_a_later_step_are_returned(self):
         drawing = Drawing()
         gradient = drawing.input("gradient", 4, 4)
-        packed = drawing.call(ops.PACK, [gradient], None, "up", ["up.weight"], [0], 8, 2, torch.float32, *NO_REGIONS)
+        packed = drawing.call(
+            ops.PACK, [gradient], None, None, "up", ["up.weight"], [0], 8, 2, torch.float32, *NO_REGIONS
+        )
         graph = drawing.returns(packed, name="backward")
         assert str(graph.then(UpdateInBackward(2))) == str(graph)
 

@@ -179,7 +179,7 @@ free_default frees up.gathered, which sin_default still reads
     def test_8_a_gradient_of_another_size_than_its_shard(self):
         drawing = Drawing()
         gradient = drawing.input("gradient", 4, 4)
-        arguments = [gradient], None, "up", ["up.weight"], [0], 8, 2, "shard", torch.float32, "avg"
+        arguments = [gradient], None, None, "up", ["up.weight"], [0], 8, 2, "shard", torch.float32, "avg"
         pending = drawing.call(ops.REDUCE_SCATTER_GROUPED, *arguments)
         reduced = drawing.call(ops.WAIT, pending)
         pending.meta["val"] = pending.meta["val"][:4]
