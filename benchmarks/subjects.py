@@ -189,7 +189,9 @@ NARROWER = {
     "bf16": CommunicationDtype(reduce=torch.bfloat16),
     "int8-bf16": CommunicationDtype("int8", torch.bfloat16),
     "int8": CommunicationDtype("int8", "int8"),
+    "int8-fed-back": CommunicationDtype("int8", "int8", error_feedback=True),
     "int4": CommunicationDtype("int4", "int4"),
+    "int4-fed-back": CommunicationDtype("int4", "int4", error_feedback=True),
 }
 """What is sent in a narrower form; by the end of the subject's name."""
 
