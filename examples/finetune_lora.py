@@ -1,6 +1,7 @@
 """Fine-tune a Llama of transformers with LoRA adapters of peft, its parameters sharded over the ranks.
 
     torchrun --nproc-per-node 2 examples/finetune_lora.py
+    torchrun --nproc-per-node 2 examples/finetune_lora.py --base int8   # which is gathered as int8, too
     python examples/finetune_lora.py                    # world size 1
 
 Nothing is downloaded. A small base model first learns the English text inside CPython and is saved as transformers
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from torch import Tensor, nn
@@ -47,6 +49,31 @@ def new_base_model(num_layers: int) -> LlamaForCausalLM:
 def with_adapters(base: LlamaForCausalLM) -> PeftModel:
     """The model with its weights frozen, and a trainable update of rank 8 beside each of its matrices."""
     return get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer without bias, whose frozen weight is stored as int8, with a scale for each row."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Int8Linear:
+        stored = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        stored.weight = nn.Parameter((linear.weight / scale).round().to(torch.int8), requires_grad=False)
+        stored.scale = nn.Parameter(scale, requires_grad=False)
+        return stored
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype) * self.scale)
+
+
+def load_base(folder: Path, stored: str) -> LlamaForCausalLM:
+    """As transformers loads it, or with the matrices of its layers as int8."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    for parent in list(model.model.layers.modules()) if stored == "int8" else []:
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, Int8Linear.of(child))
+    return model
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -120,7 +147,7 @@ def train_base(options: argparse.Namespace, device: torch.device, console: Conso
 
 def train_adapters(options: argparse.Namespace, device: torch.device, console: Console) -> None:
     torch.manual_seed(0)
-    model = with_adapters(LlamaForCausalLM.from_pretrained(options.out / "base").to(device))
+    model = with_adapters(load_base(options.out / "base", options.base).to(device))
     fsdp_compile(model, backend=options.backend)
     ranks = find_ranks(options.batch, device)
     num_trainable = sum(parameter.numel() for parameter in trainable_parameters(model))
@@ -134,9 +161,9 @@ def train_adapters(options: argparse.Namespace, device: torch.device, console: C
     save(model, options.out / "adapters", ranks.rank == 0, ignore_frozen_params=True)
 
 
-def load(folder: Path) -> PeftModel:
+def load(folder: Path, stored: str) -> PeftModel:
     """The fine-tuned model, as anybody loads it."""
-    return PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder / "base"), folder / "adapters")
+    return PeftModel.from_pretrained(load_base(folder / "base", stored), folder / "adapters")
 
 
 def parse() -> argparse.Namespace:
@@ -146,6 +173,9 @@ def parse() -> argparse.Namespace:
     add("--batch", type=int, default=16, help="rows of the global batch, of all ranks together")
     add("--seq", type=int, default=128, help="bytes in a row")
     add("--layers", type=int, default=4)
+    add(
+        "--base", default="float32", choices=["float32", "int8"], help="how the base model is stored below the adapters"
+    )
     add("--backend", default="inductor", choices=["inductor", "aot_eager"])
     add("--out", type=Path, default=Path("build/lora"), help="folder for the base model and the adapters")
     return parser.parse_args()
@@ -160,7 +190,7 @@ def main() -> None:
     train_adapters(options, device, console)
     if is_first:
         alone = Ranks(0, 1, torch.device("cpu"))
-        loss = evaluate(load(options.out), read_code()[1], options, alone)
+        loss = evaluate(load(options.out, options.base), read_code()[1], options, alone)
         console.print(f"held-out loss {loss:.4f} nats/byte as loaded from {options.out}, unsharded")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -26,13 +26,14 @@ from typing import Any
 
 import torch
 
+from .padding import ALIGNMENT, shard_numel
+
 MESSAGE = torch.int8
 """The dtype of what is sent where a part of it is integers; what is none is sent as its bytes."""
 RESIDUAL = torch.bfloat16
 """The dtype in which is kept what messages lose, to be sent with the next."""
 BLOCK = 256
 SHORTEST = 16
-_ALIGNMENT = 16  # bytes
 INT8_BLOCKS, INT4_BLOCKS = "int8_blocks", "int4_blocks"
 _BITS = {INT8_BLOCKS: 8, INT4_BLOCKS: 4}
 _TINY = torch.finfo(torch.float32).tiny
@@ -111,21 +112,21 @@ def region_at(begin: int, shape: Sequence[int], taken: int, form: str, dtype: to
     chosen = form_for(shape, form, dtype)
     if is_integers(chosen):
         return Region(begin, begin + taken, math.prod(shape[1:]), chosen)
-    step = max(1, _ALIGNMENT // dtype.itemsize)
+    step = max(1, ALIGNMENT // dtype.itemsize)
     return Region(begin, min(begin + -(-taken // step) * step, numel), 1, chosen)
 
 
 def reduced_regions(
     offsets: Sequence[int],
     shapes: Sequence[Sequence[int]],
-    taken: Sequence[int],
+    world_size: int,
     form: str,
     dtype: torch.dtype,
     numel: int,
     *,
     is_whole: bool,
 ) -> list[Region]:
-    """The regions of packed gradients, by where each begins in a rank's part and how many elements it takes there.
+    """The regions of packed gradients, by where each begins in a rank's part, of so many ranks.
 
     There are none if nothing is sent in another form.
 
@@ -137,8 +138,10 @@ def reduced_regions(
     """
     if not is_integers(form):
         return [Region(0, numel, 1, form)] if form else []
-    places = sorted(zip(offsets, shapes, taken, strict=True))
-    found = [region_at(offset, shape, size, form, dtype, numel) for offset, shape, size in places]
+    found = [
+        region_at(offset, shape, shard_numel(shape, world_size), form, dtype, numel)
+        for offset, shape in sorted(zip(offsets, shapes, strict=True))
+    ]
     if not any(is_integers(region.form) for region in found):
         return []
     return _with_gaps(found, numel, dtype) if is_whole else found
@@ -174,7 +177,7 @@ def _bytes_of_blocks(form: str, rows: int, inner: int) -> tuple[int, int]:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _blocks(form: str, inner: int) -> tuple[int, int]:

@@ -36,6 +36,7 @@ import torch.fx
 from . import analysis, forms, metadata, ops
 from .errors import pass_error
 from .merge_unshards import refuse_repeated_unshards
+from .padding import shard_numel
 from .plan import Gather
 
 
@@ -196,7 +197,7 @@ class GatheredBucket:
         for unshard in sorted(self.first_use_of_unshard, key=lambda unshard: ops.argument(unshard, "offset")):
             asked, shape = ops.argument(unshard, "gather_form"), ops.argument(unshard, "shape")
             place, dtype = ops.argument(unshard, "offset"), unshard.meta["val"].dtype
-            taken = ops.shard_numel(shape, self.world_size)
+            taken = shard_numel(shape, self.world_size)
             found[unshard] = forms.region_at(place, shape, taken, asked, dtype, numel)
         return found
 
@@ -227,7 +228,7 @@ class GatheredBucket:
     @property
     def holds_one_parameter(self) -> bool:
         unshard = next(iter(self.first_use_of_unshard))
-        needed = ops.shard_numel(ops.argument(unshard, "shape"), self.world_size)
+        needed = shard_numel(ops.argument(unshard, "shape"), self.world_size)
         return not self.regions and bool(needed * self.world_size == self.shard.meta["val"].numel() * self.num_gathered)
 
 

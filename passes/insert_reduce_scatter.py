@@ -110,8 +110,8 @@ def sent_regions(node: torch.fx.Node, dtype: torch.dtype) -> list[forms.Region]:
     names = ("gradients", "offsets", "world_size", "numel", "accumulated", "reduce_form")
     gradients, offsets, world_size, numel, accumulated, form = (ops.argument(node, name) for name in names)
     shapes = [tuple(gradient.meta["val"].shape) for gradient in gradients]
-    taken = [ops.shard_numel(shape, world_size) for shape in shapes]
-    return forms.reduced_regions(offsets, shapes, taken, form, dtype, numel, is_whole=accumulated is not None)
+    is_whole = accumulated is not None
+    return forms.reduced_regions(offsets, shapes, world_size, form, dtype, numel, is_whole=is_whole)
 
 
 def _restore(graph: torch.fx.Graph, node: torch.fx.Node, reduced: torch.fx.Node) -> torch.fx.Node:

@@ -60,6 +60,7 @@ import torch
 import torch.fx
 
 from . import forms, metadata
+from .padding import shard_numel
 
 LIBRARY = torch.library.Library("fsdp", "DEF")
 
@@ -340,33 +341,13 @@ LOWERED = frozenset({STORE, POISON, KEEP, UPDATE, *COPIES})
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The layout of a shard, in elements
+# Reading graphs
 # ---------------------------------------------------------------------------------------------------------------
-
-
-def shard_rows(shape: Sequence[int], world_size: int) -> int:
-    """Rows of a parameter of this shape that every rank's shard has room for."""
-    return -(-shape[0] // world_size) if len(shape) else 1
-
-
-def shard_numel(shape: Sequence[int], world_size: int) -> int:
-    """Elements of a rank's shard that a parameter of this shape takes, padding of its last rows included."""
-    return shard_rows(shape, world_size) * math.prod(shape[1:])
-
-
-def dtype_ratio(wide: torch.Tensor, narrow: torch.dtype) -> int:
-    """Elements of the dtype `narrow` that have the bytes of one element of `wide`."""
-    return wide.dtype.itemsize // narrow.itemsize
 
 
 def regions(node: torch.fx.Node) -> list[forms.Region]:
     """Those of a call that takes some."""
     return forms.regions_of([argument(node, name) for name in ("begins", "ends", "inners", "forms")])
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Reading graphs
-# ---------------------------------------------------------------------------------------------------------------
 
 
 _FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_dtensor")
@@ -449,7 +430,8 @@ def taken_by(out: torch.fx.Node) -> int:
     taken = shard_numel(shape, argument(out, "world_size"))
     if is_call(out, COPY_OUT) and (form := argument(out, "form")):
         return forms.num_bytes(form, taken, math.prod(shape[1:]))
-    return taken * dtype_ratio(out.meta["val"], gathered.meta["val"].dtype)
+    num_sent: int = out.meta["val"].dtype.itemsize // gathered.meta["val"].dtype.itemsize  # for each element
+    return taken * num_sent
 
 
 def is_tangent(node: torch.fx.Node) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fsdp_compile import rewrite, rewriting
 from fsdp_compile.compiler.capture import Capture
 from fsdp_compile.graphs import RewrittenGraphs
-from fsdp_compile.passes import ops
+from fsdp_compile.passes.padding import shard_rows
 from fsdp_compile.runtime.reads import Read
 
 _c10d = torch.ops._c10d_functional
@@ -41,7 +41,7 @@ class Sharded:
         for name, offset, shape, dim in self.slots:
             part = values[name].detach().reshape(shape or (1,))
             if self.size > 1:
-                most = ops.shard_rows(shape[dim:], self.size)
+                most = shard_rows(shape[dim:], self.size)
                 part = part.transpose(0, dim)[index * most : (index + 1) * most].transpose(0, dim)
             flat[offset : offset + part.numel()] = part.reshape(-1)
         return flat

@@ -20,6 +20,7 @@ import torch.fx
 
 from ..passes import analysis, ops
 from ..passes.analysis import full_buffers
+from ..passes.padding import shard_numel
 from ..runtime.inductor import is_onednn_called, onednn_workspace
 from .nodes import base, full_bytes, has_extents, is_item, is_kernel, is_light, num_bytes, results
 from .work import Work, WorkOfGraph
@@ -162,7 +163,7 @@ def _lives_of_messages(gather: torch.fx.Node, time: Mapping[torch.fx.Node, int])
         lives[gather] = _Life(time[gather], max(time[out] for out in copied), size, "gathered")
     for out in (out for out in wait.users if ops.is_call(out, ops.VIEW_OUT)):
         shape, world_size = ops.argument(out, "shape"), ops.argument(out, "world_size")
-        size = ops.shard_numel(shape, world_size) * world_size * out.meta["val"].element_size()
+        size = shard_numel(shape, world_size) * world_size * out.meta["val"].element_size()
         ends = [_end(reader, time) for reader in analysis.uses(out) if not ops.is_call(reader, ops.FREE)]
         lives[out] = _Life(time[gather], max(ends), size, "gathered")
     return lives

@@ -15,6 +15,7 @@ import torch.fx
 
 from ..layout.communication import CommunicationDtype
 from ..passes import forms, ops
+from ..passes.padding import shard_numel
 from . import collectives
 from .collectives import Ring
 from .hardware import Hardware
@@ -100,7 +101,7 @@ def _bytes_of(node: torch.fx.Node, asked: CommunicationDtype, now: int) -> int:
 def _total(slots: list[tuple[tuple[int, ...], torch.dtype]], asked: str, world_size: int) -> int:
     found = 0
     for shape, dtype in slots:
-        taken, form = ops.shard_numel(shape, world_size), forms.form_for(shape, asked, dtype)
+        taken, form = shard_numel(shape, world_size), forms.form_for(shape, asked, dtype)
         found += world_size * forms.num_bytes(form, taken, math.prod(shape[1:]))
     return found
 

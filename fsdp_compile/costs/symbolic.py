@@ -20,8 +20,8 @@ import torch.fx
 
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
-from ..layout.padding import room
 from ..passes import forms, metadata, ops
+from ..passes.padding import room
 from ..runtime.shapes import size_expression
 from .nodes import Compiler, Extent, kernels_of
 from .work import Work, WorkOfGraph

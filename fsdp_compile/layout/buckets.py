@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import ConfigError
 from ..passes import forms, ops
 from ..passes.forms import name_of_dtype
+from ..passes.padding import room
 from .communication import UNCHANGED, CommunicationDtype
 from .distribution import Distribution, local_part, read_as
 from .options import GradientReduction
-from .padding import room
 from .units import Unit
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -144,8 +144,8 @@ class Layout:
         """The forms in which gradients of all its parameters are sent, packed in this dtype; none if they are not."""
         _, form = self.sent_forms
         offsets, shapes = [slot.offset for slot in self.slots], [slot.rows for slot in self.slots]
-        taken = [ops.shard_numel(shape, self.shards.size) for shape in shapes]
-        return forms.reduced_regions(offsets, shapes, taken, form, dtype, self.numel, is_whole=True)
+        size = self.shards.size
+        return forms.reduced_regions(offsets, shapes, size, form, dtype, self.numel, is_whole=True)
 
     def reduced_by(self, reduction: GradientReduction, *, sums: bool) -> GradientReduction:
         """What a reduction means for it, where collectives may sum only."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError
 from ..layout.buckets import Layout, Slot
 from ..layout.distribution import local_part
-from ..passes import ops
+from ..passes.padding import shard_numel, shard_rows
 from ..runtime.assembly import ASSEMBLE
 from ..runtime.collectives import gather_chunk, running_alone
 from ..runtime.flat_shard import FlatShard
@@ -194,12 +194,12 @@ def full_tensors(gathered: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     gathered = gathered.view(num_ranks, -1)
     full = []
     for slot in layout.slots:
-        chunks = gathered[:, slot.offset : slot.offset + ops.shard_numel(slot.rows, num_ranks)]
+        chunks = gathered[:, slot.offset : slot.offset + shard_numel(slot.rows, num_ranks)]
         if not slot.shape:
             full.append(chunks.reshape(()))
             continue
         num_rows, *inner = slot.rows
-        rows = chunks.reshape(num_ranks * ops.shard_rows(slot.rows, num_ranks), *inner)[:num_rows]
+        rows = chunks.reshape(num_ranks * shard_rows(slot.rows, num_ranks), *inner)[:num_rows]
         full.append(ASSEMBLE(rows, slot.shape, slot.dim, num_ranks) if slot.dim else rows)
     return full
 

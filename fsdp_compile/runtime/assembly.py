@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from ..passes import ops
+from ..passes.padding import shard_rows
 
 
 def _assemble(rows: torch.Tensor, shape: Sequence[int], dim: int, num_ranks: int) -> torch.Tensor:
     length, before, after = shape[dim], shape[:dim], shape[dim + 1 :]
-    of_each = ops.shard_rows([length], num_ranks)
+    of_each = shard_rows([length], num_ranks)
     num_whole = length // of_each if of_each else 0
     left = length - num_whole * of_each  # the part of the last rank that has one, without its padding
     whole, last = rows.split([length - left, left]) if left else (rows, None)

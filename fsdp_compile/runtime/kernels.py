@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..errors import ConfigError
 from ..passes import forms, ops
+from ..passes.padding import shard_numel
 from .agreement import Agreement
 from .collectives import gather_chunk, reduce_packed, running_alone
 from .gradients import note_gradients, shard_of
@@ -50,7 +51,7 @@ def _unshard(
     gather_form: str,
     *_: Any,
 ) -> torch.Tensor:
-    taken, computed_in = ops.shard_numel(shape, world_size), dtype or shard.dtype
+    taken, computed_in = shard_numel(shape, world_size), dtype or shard.dtype
     section = shard[offset : offset + taken]
     if world_size == 1:
         chunk = section.to(device=device or shard.device, dtype=computed_in)
@@ -83,7 +84,7 @@ def _pack(
     wide = dtype if accumulated is None else accumulated.dtype
     packed = gradients[0].new_zeros(world_size, numel, dtype=wide)
     for gradient, offset in zip(gradients, offsets, strict=True):
-        taken = ops.shard_numel(gradient.shape, world_size)
+        taken = shard_numel(gradient.shape, world_size)
         padded = F.pad(gradient.reshape(-1), (0, taken * world_size - gradient.numel()))
         packed[:, offset : offset + taken] = padded.view(world_size, taken)
     total = packed.view(-1) if accumulated is None else packed.view(-1) + accumulated
@@ -110,8 +111,8 @@ def _reduce_gradient(
     reduce_form: str,
 ) -> torch.Tensor:
     sent, shapes = reduce_dtype or gradients[0].dtype, [tuple(gradient.shape) for gradient in gradients]
-    taken, is_whole = [ops.shard_numel(shape, world_size) for shape in shapes], accumulated is not None
-    regions = forms.reduced_regions(offsets, shapes, taken, reduce_form, sent, numel, is_whole=is_whole)
+    is_whole = accumulated is not None
+    regions = forms.reduced_regions(offsets, shapes, world_size, reduce_form, sent, numel, is_whole=is_whole)
     packed = _pack(gradients, accumulated, None, bucket, parameters, offsets, numel, world_size, sent)
     axes = world_size, group, dtype, device, replicas, replica_group
     return reduce_packed(packed, *axes, reduction, divisor, regions, residual)

@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..layout.buckets import Layout, Slot
-from ..passes import ops
+from ..passes.padding import shard_rows
 from .groups import mesh_of_both
 
 
@@ -107,7 +107,7 @@ def made_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 def _section(length: int, size: int, rank: int) -> tuple[int, int]:
     """Where the part of a rank begins along a dimension of this length, and how long it is."""
-    most = ops.shard_rows([length], size)
+    most = shard_rows([length], size)
     begin = min(rank * most, length)
     return begin, min(most, length - begin)
 

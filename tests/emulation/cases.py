@@ -119,8 +119,9 @@ def mixed(name: str) -> dict[str, Any]:
 
 
 def integers(lowering: str) -> dict[str, Any]:
-    """Gathered and reduced as integers."""
-    return as_in_eager("odd_rows", collective_lowering=lowering, communication_dtype=CommunicationDtype("int8", "int4"))
+    """Gathered and reduced as integers, whose rounding is sent with the next gradients."""
+    sent = CommunicationDtype("int8", "int4", error_feedback=True)
+    return as_in_eager("odd_rows", collective_lowering=lowering, communication_dtype=sent)
 
 
 def as_in_eager(name: str, **options: Any) -> dict[str, Any]:
