@@ -129,6 +129,14 @@ def test_what_a_mesh_leaves_out_is_said(model, capsys):
     assert "dp=8,tp=2" in said.out and "dp=4,tp=4" in said.out and "dp=16" not in said.out
 
 
+def test_without_any_mesh_it_is_an_error(model, capsys):
+    assert (
+        main(["plan", model, "--gpus", "16", "--mesh", "auto", "--parallelize", "of_four", "--global-batch", "1"]) != 0
+    )
+    said = capsys.readouterr()
+    assert "every mesh was left out" in said.err and "MFU" not in said.out
+
+
 def test_hybrid_shards_are_ranks_of_a_node(model, capsys):
     arguments = [model, "--gpus", "16", "--seq", "128", "--mesh", "dp=8,tp=2"]
     rows = plan(capsys, *arguments, "--strategy", "FULL_SHARD", "HYBRID_SHARD")["plans"]

@@ -51,6 +51,10 @@ def plan(options: argparse.Namespace) -> None:
             if options.html:
                 title = f"{chosen.text(options.seq)}, on {hardware.name}"
                 schedules.append(dataclasses.replace(Schedule.of(prediction), title=title))
+    if not rows:
+        raise ConfigError(
+            f"--mesh {' '.join(options.mesh)}: every mesh was left out, see above; nothing is left to plan"
+        )
     if options.mesh:
         rows.sort(key=lambda row: (row["gpus"], not row["fits"], -row["tokens_per_second_per_gpu"]))
         notes += notes_on_meshes(rows)
