@@ -52,9 +52,7 @@ def plan(options: argparse.Namespace) -> None:
                 title = f"{chosen.text(options.seq)}, on {hardware.name}"
                 schedules.append(dataclasses.replace(Schedule.of(prediction), title=title))
     if not rows:
-        raise ConfigError(
-            f"--mesh {' '.join(options.mesh)}: every mesh was left out, see above; nothing is left to plan"
-        )
+        raise ConfigError(f"--mesh {' '.join(options.mesh)}: every mesh was left out, each for the reason above")
     if options.mesh:
         rows.sort(key=lambda row: (row["gpus"], not row["fits"], -row["tokens_per_second_per_gpu"]))
         notes += notes_on_meshes(rows)
