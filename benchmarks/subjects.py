@@ -192,6 +192,8 @@ NARROWER = {
     "int8-fed-back": CommunicationDtype("int8", "int8", error_feedback=True),
     "int4": CommunicationDtype("int4", "int4"),
     "int4-fed-back": CommunicationDtype("int4", "int4", error_feedback=True),
+    "reduced-int4": CommunicationDtype(reduce="int4"),
+    "reduced-int4-fed-back": CommunicationDtype(reduce="int4", error_feedback=True),
 }
 """What is sent in a narrower form; by the end of the subject's name."""
 
