@@ -96,9 +96,9 @@ def verify(gm: torch.fx.GraphModule, stage: Stage, *, signature: Signature | Non
     7. with `freed`: every full buffer that the graph does not return is freed, right after its last use;
     8. a reduction returns a gradient of its shard's size;
     9. the operators of the dialect are those of the stage (`STAGES`): when all is lowered, `ops.LOWERED`;
-    10. a pack that takes a residual is followed by one keep of what its message loses, of the same gradients;
-    11. a gradient that an update takes is not returned, and no other update takes it; until all is lowered, nothing
-        reads the memory of a shard after its update.
+    10. a gradient that an update takes is not returned, and no other update takes it; until all is lowered, nothing
+        reads the memory of a shard after its update;
+    11. a pack that takes a residual is followed by one keep of what its message loses, of the same gradients.
     """
     _lint(gm.graph)
     for check in (_values, _waits, _wait_order, _frees, _gradients, _residuals, _updates_last):
