@@ -20,6 +20,7 @@ PASSES = (
     "merge_all_reduces",
     "partition_joint",
     "overlap_model_collectives",
+    "commute_scales",
     "insert_all_gather",
     "insert_reduce_scatter",
     "insert_free",

@@ -82,7 +82,7 @@ def _cast_alone(graph: torch.fx.Graph, bucket: GatheredBucket) -> None:
 
 
 def _gather_one(graph: torch.fx.Graph, bucket: GatheredBucket, is_grouped: bool) -> None:
-    with graph.inserting_before(analysis.kernel_begin(bucket.first_use)):
+    with graph.inserting_before(_place(graph, bucket.first_use)):
         buffer = _gathered(graph, [_converted(graph, bucket)], bucket.name, bucket, is_grouped)
         for part in bucket.parts:
             arguments = [ops.argument(part, name) for name in ("bucket", "parts", "index")]
@@ -99,7 +99,7 @@ def _gather_together(graph: torch.fx.Graph, buckets: list[GatheredBucket], is_gr
             message = f"{bucket.name} is of another group, dtype or device than {first.name}: gather each by itself"
             raise pass_error(message, unshard)
     name = ops.name_of_buckets([bucket.name for bucket in buckets])
-    with graph.inserting_before(analysis.kernel_begin(first.first_use)):
+    with graph.inserting_before(_place(graph, first.first_use)):
         shards = [_converted(graph, bucket) for bucket in buckets]
         if not is_grouped:
             shards = [ops.call(graph, ops.JOIN, shards, name)]
@@ -108,6 +108,14 @@ def _gather_together(graph: torch.fx.Graph, buckets: list[GatheredBucket], is_gr
     for bucket in buckets:
         _take_out(graph, bucket, buffer, is_view=is_grouped, offset=offset)
         offset += bucket.sent_numel
+
+
+def _place(graph: torch.fx.Graph, first_use: torch.fx.Node) -> torch.fx.Node:
+    """Before what to gather: the kernel that needs it, or what is behind all scales, which are at the top."""
+    begin = analysis.kernel_begin(first_use)
+    scaled = graph.find_nodes(op="call_function", target=ops.SCALE)
+    last = max((scale for node in scaled for scale in node.all_input_nodes[1:]), default=None)
+    return begin if last is None or last < begin else last.next
 
 
 def _gathered(
@@ -169,11 +177,12 @@ class GatheredBucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is sent: bytes, or the narrowest that is wanted."""
+        """What is sent: bytes, or the narrowest that is wanted. Few backends send a float8 as what it is."""
         if any(forms.is_integers(self.form_of(unshard)) for unshard in self.first_use_of_unshard):
             return forms.MESSAGE
         wanted: list[torch.dtype] = [unshard.meta["val"].dtype for unshard in self.first_use_of_unshard]
-        return min(wanted, key=lambda dtype: dtype.itemsize)
+        narrowest = min(wanted, key=lambda dtype: dtype.itemsize)
+        return forms.MESSAGE if narrowest.is_floating_point and narrowest.itemsize == 1 else narrowest
 
     def form_of(self, unshard: torch.fx.Node) -> str:
         """The form in which a parameter is sent, by itself."""
@@ -254,6 +263,8 @@ def _bucket(shard: torch.fx.Node, uses: dict[torch.fx.Node, torch.fx.Node]) -> G
 def _converted(graph: torch.fx.Graph, bucket: GatheredBucket) -> torch.fx.Node:
     """The shard on the device and in the dtype of the computation, or what is sent of it."""
     source, wanted = bucket.shard, next(iter(bucket.first_use_of_unshard)).meta["val"]
+    if ops.is_call(source, ops.SCALE):  # as late as the gather itself
+        source = ops.call(graph, ops.SCALE, *source.args)
     if source.meta["val"].device != wanted.device:
         source = ops.call(graph, ops.MOVE, source, wanted.device)
     if regions := bucket.regions:

@@ -68,6 +68,25 @@ def _join(lowering: Lowering, node: torch.fx.Node) -> torch.fx.Node:
     return lowering.call(_aten.cat.default, node.args[0], like=node)
 
 
+def _scale(lowering: Lowering, node: torch.fx.Node) -> torch.fx.Node:
+    """Sections that are scaled, as the program did it: from the dtype that it read, in float32."""
+    shard: Any = node.args[0]
+    names = ("begins", "ends", "scales", "most", "dtype")
+    begins, ends, scales, bounds, dtype = (ops.argument(node, name) for name in names)
+    parts, filled, numel = [], 0, shard.meta["val"].numel()
+    for begin, end, scale, most in sorted(zip(begins, ends, scales, bounds, strict=True), key=lambda each: each[0]):
+        if begin > filled:
+            parts.append(lowering.cast(lowering.section(shard, 0, filled, begin, node), torch.float32, node))
+        read = lowering.cast(lowering.section(shard, 0, begin, end, node), dtype, node)
+        scaled = lowering.call(_aten.mul.Tensor, lowering.cast(read, torch.float32, node), scale, like=node)
+        above = lowering.call(_aten.clamp_min.default, scaled, -most, like=node)
+        parts.append(lowering.call(_aten.clamp_max.default, above, most, like=node))
+        filled = end
+    if numel > filled:
+        parts.append(lowering.cast(lowering.section(shard, 0, filled, numel, node), torch.float32, node))
+    return parts[0] if len(parts) == 1 else lowering.call(_aten.cat.default, parts, like=node)
+
+
 def _all_to_all(lowering: Lowering, node: torch.fx.Node) -> torch.fx.Node:
     packed, _, world_size, group = node.args
     sizes = [packed.meta["val"].numel() // world_size] * world_size  # type: ignore[union-attr,operator]
@@ -236,6 +255,7 @@ def _free(lowering: Lowering, node: torch.fx.Node) -> None:
 _RULES: dict[Any, Any] = {
     ops.NARROW: lower_forms.narrow,
     ops.JOIN: _join,
+    ops.SCALE: _scale,
     ops.ALL_GATHER: _all_gather,
     ops.ALL_GATHER_GROUPED: _all_gather_grouped,
     ops.REDUCE_SCATTER: _reduce_scatter,

@@ -25,6 +25,7 @@ the grouped form sends one message per parameter in one call, and needs none::
     join(shards)                                      the shards of several buckets, one after another
     wait(pending)                                     the buffer, ready
     narrow(shard, ...)                                parameters of a shard, each in a form (see `forms`)
+    scale(shard, scales, ...)                         a shard in float32, some parameters scaled and clamped
     copy_out(gathered, ...), view_out(gathered, ...)  one full parameter, as a new tensor or as a view
     store(value)                                      the value itself, in memory rather than computed where it is read
     free(full)                                        the end of the life of a gathered buffer or a full parameter
@@ -177,6 +178,14 @@ WAIT = Operator(
     "wait(Tensor pending) -> Tensor",
     torch.empty_like,
     shown=("pending",),
+).defined()
+SCALE = Operator(
+    "scale(Tensor shard, Tensor[] scales, str bucket, int[] begins, int[] ends, float[] most, ScalarType dtype)"
+    " -> Tensor",
+    lambda shard, *_: torch.empty_like(shard, dtype=torch.float32),
+    shown=("shard", "scales", "begins"),
+    name="{bucket}.scaled",
+    kind="conversion",
 ).defined()
 COPY_OUT = Operator(
     f"copy_out(Tensor gathered, {_PARAMETER}, ScalarType? dtype, str? form) -> Tensor",

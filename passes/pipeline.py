@@ -3,9 +3,9 @@
 What runs on which graph::
 
     joint graph          merge_unshards, commute_casts, merge_gradients, merge_all_reduces, partition_joint
-    forward, backward    overlap_model_collectives, insert_reduce_scatter, insert_all_gather, insert_free,
-                         prefetch_all_gather, delay_reduce_scatter_wait, overlap_copies, the user's passes, end_lives,
-                         compute_early, lower_collectives, pin_matmuls
+    forward, backward    overlap_model_collectives, commute_scales, insert_reduce_scatter, insert_all_gather,
+                         insert_free, prefetch_all_gather, delay_reduce_scatter_wait, overlap_copies, the user's passes,
+                         end_lives, compute_early, lower_collectives, pin_matmuls
     backward             update_in_backward, behind overlap_copies, where an optimizer steps in the backward
 
 A graph without a backward (no_grad, inference) runs through both rows, but for partition_joint. What Inductor
@@ -22,6 +22,7 @@ import torch.fx
 
 from . import metadata
 from .commute_casts import CommuteCasts
+from .commute_scales import CommuteScales
 from .compute_early import ComputeEarly
 from .delay_reduce_scatter_wait import DelayReduceScatterWait
 from .end_lives import EndLives
@@ -108,6 +109,7 @@ class Pipeline:
             late = min(distance, 1) if reductions is None else reductions
             return (
                 OverlapModelCollectives(),
+                CommuteScales(),
                 InsertReduceScatter(grouped),
                 InsertAllGather(grouped, gathers),
                 InsertFree(),

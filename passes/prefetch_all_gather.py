@@ -9,7 +9,8 @@
 Distance counts units, in the order of their first use: with distance 1 the gathers of a unit start just before the unit
 before it is waited for, so that one unit is on its way while one is computed with. A unit that the backward takes over
 from the forward counts, though it is not gathered. What would start before the first such unit starts at the top.
-A cast of a shard starts with its gather; a copy from another device starts one unit earlier.
+A cast of a shard starts with its gather; a copy from another device starts one unit earlier. No gather starts before
+scales of float8 are known, if any is scaled by some (`commute_scales`).
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ class PrefetchAllGather:
         start_of_gather = starts(gm.graph, self.distance) | planned
         if self.lists:
             start_of_gather = in_order(start_of_gather | listed_starts(gm.graph, self.lists), position)
+        top = max((position[scale] + 1 for scale in map(_last_scale, start_of_gather) if scale is not None), default=0)
         for gather, start in start_of_gather.items():
             for node in [gather, *_prepares(gather)]:
                 is_early = self.distance and gather not in planned and ops.is_call(node, ops.MOVE)
                 begin = start_of_move[gather] if is_early else start
-                key[node] = (position[begin], 0, position[node])
+                key[node] = (max(top, position[begin]), 0, position[node])
         analysis.reorder(gm.graph, key)
 
 
@@ -179,6 +181,12 @@ def _prepares(gather: torch.fx.Node) -> list[torch.fx.Node]:
             found.append(source)
             sources += source.all_input_nodes
     return found
+
+
+def _last_scale(gather: torch.fx.Node) -> torch.fx.Node | None:
+    """The last of the scales by which a shard is multiplied that is gathered; they are computed at the top."""
+    scales = [scale for node in _prepares(gather) if ops.is_call(node, ops.SCALE) for scale in node.all_input_nodes[1:]]
+    return max(scales, default=None)
 
 
 def _is_preparation(node: torch.fx.Node) -> bool:

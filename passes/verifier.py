@@ -62,13 +62,14 @@ _CAPTURED = {ops.UNSHARD, ops.REDUCE_GRADIENT, ops.PACK}
 _REDUCTIONS = {ops.REDUCE_SCATTER, ops.REDUCE_SCATTER_GROUPED, ops.ALL_REDUCE, ops.ALL_TO_ALL, ops.SUM_UP, ops.PACK}
 _REDUCTIONS |= {ops.REMAINDER, ops.KEEP}
 _GATHERS = {ops.ALL_GATHER, ops.ALL_GATHER_GROUPED, ops.NARROW, ops.JOIN, ops.COPY_OUT, ops.VIEW_OUT, ops.RESHARD}
+_GATHERS |= {ops.SCALE}
 _PREPARED = {ops.WAIT, ops.CAST, ops.DIVIDE}
 _BOTH = _PREPARED | {ops.MOVE}
 
 STAGES = (
     Stage(MergeUnshards, _CAPTURED),
-    Stage(PartitionJoint, _CAPTURED | {ops.PART}),
-    Stage(InsertReduceScatter, _REDUCTIONS | _BOTH | {ops.UNSHARD, ops.PART}),
+    Stage(PartitionJoint, _CAPTURED | {ops.PART, ops.SCALE}),
+    Stage(InsertReduceScatter, _REDUCTIONS | _BOTH | {ops.UNSHARD, ops.PART, ops.SCALE}),
     Stage(InsertAllGather, _REDUCTIONS | _BOTH | _GATHERS),
     Stage(InsertFree, _REDUCTIONS | _BOTH | _GATHERS | {ops.FREE, ops.STORE}),
     Stage(OverlapCopies, _REDUCTIONS | _PREPARED | _GATHERS | ops.COPIES | {ops.FREE, ops.STORE}),

@@ -50,6 +50,7 @@ MergeAllReduces()""",
             "\n".join(map(repr, pipeline.forward)),
             """\
 OverlapModelCollectives()
+CommuteScales()
 InsertReduceScatter(grouped=True)
 InsertAllGather(grouped=True, plan=())
 InsertFree()
@@ -63,6 +64,7 @@ ComputeEarly()""",
             "\n".join(map(repr, pipeline.backward)),
             """\
 OverlapModelCollectives()
+CommuteScales()
 InsertReduceScatter(grouped=True)
 InsertAllGather(grouped=True, plan=())
 InsertFree()
@@ -90,6 +92,7 @@ joint    MergeAllReduces
 forward  PartitionJoint
 backward PartitionJoint
 forward  OverlapModelCollectives
+forward  CommuteScales
 forward  InsertReduceScatter
 forward  InsertAllGather
 forward  InsertFree
@@ -101,6 +104,7 @@ forward  ComputeEarly
 forward  LowerCollectives
 forward  PinMatmuls
 backward OverlapModelCollectives
+backward CommuteScales
 backward InsertReduceScatter
 backward InsertAllGather
 backward InsertFree
@@ -124,6 +128,7 @@ forward  CommuteCasts
 forward  MergeGradients
 forward  MergeAllReduces
 forward  OverlapModelCollectives
+forward  CommuteScales
 forward  InsertReduceScatter
 forward  InsertAllGather
 forward  InsertFree

@@ -1,0 +1,157 @@
+"""Parameters that are scaled and cast to float8 are gathered in it; see also tests/integrations/test_float8.py."""
+
+import pytest
+import torch
+from expecttest import TestCase
+from torch import nn
+
+from fsdp_compile.passes import ops
+from fsdp_compile.passes.commute_scales import CommuteScales
+from fsdp_compile.passes.lower_collectives import LowerCollectives
+from tests.passes.tiny import rows
+from tests.passes.tracing import trace
+
+F8 = torch.float8_e4m3fn
+
+
+class Float8(nn.Module):
+    """A frozen weight of four rows, read in float8, and another that is trained."""
+
+    def __init__(self, read=lambda scaled, weight, scale: scaled):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        self.trained, self.read = nn.Linear(4, 4, bias=False), read
+
+    def forward(self, x):
+        scale = 448.0 / self.weight.abs().max()
+        narrow = (self.weight.t() * scale).clamp(-448.0, 448.0).to(F8)
+        return self.trained(x @ (self.read(narrow.float(), self.weight, scale) / scale))
+
+
+def traced(module, **options):
+    return trace(module, rows(), policy=[], reshard={"": True}, **options)
+
+
+def gathered(trace):
+    """The dtypes in which parameters are gathered in the forward."""
+    nodes = trace.after(CommuteScales).gm.graph.nodes
+    return {ops.argument(node, "parameter"): node.meta["val"].dtype for node in nodes if ops.is_call(node, ops.UNSHARD)}
+
+
+class TestCommuteScales(TestCase):
+    maxDiff = None
+
+    def test_the_maximum_is_reduced_and_the_shard_is_scaled(self):
+        graphs = traced(Float8())
+        self.assertExpectedInline(
+            str(graphs.after(CommuteScales)),
+            """\
+forward(root/float32.frozen: f32[8], primals_2: f32[3,4], root/float32: f32[8])
+  slice_tensor: f32[8] = slice(root/float32.frozen, 0, 0, 8)
+  abs_default: f32[8] = abs(slice_tensor)
+  amax_default: f32[1] = amax(abs_default, [0], True)
+  cat_default: f32[1] = cat([amax_default])
+  all_reduce_default: f32[1] = _c10d_functional.all_reduce(cat_default, max, shard)
+  wait_tensor_default: f32[1] = _c10d_functional.wait_tensor(all_reduce_default)
+  select_int: f32[] = select.int(wait_tensor_default, 0, 0)
+  reciprocal: f32[] = reciprocal(select_int)
+  mul: f32[] = mul(reciprocal, 448.0)
+  root/float32.frozen.scaled: f32[8] = fsdp.scale(root/float32.frozen, [mul], [0])
+  weight: float8_e4m3fn[4,4] = fsdp.unshard(root/float32.frozen.scaled, 0)
+  trained.weight: f32[4,4] = fsdp.unshard(root/float32, 0)
+  permute: float8_e4m3fn[4,4] = permute(weight, [1, 0])
+  convert_element_type_1: f32[4,4] = prims.convert_element_type(permute, f32)
+  div: f32[4,4] = div(convert_element_type_1, mul)
+  mm: f32[3,4] = mm(primals_2, div)
+  permute_1: f32[4,4] = permute(trained.weight, [1, 0])
+  mm_1: f32[3,4] = mm(mm, permute_1)
+  return [mm_1, mm]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.graphs.forward),
+            """\
+forward(root/float32.frozen: f32[8], primals_2: f32[3,4], root/float32: f32[8])
+  slice_tensor: f32[8] = slice(root/float32.frozen, 0, 0, 8)
+  abs_default: f32[8] = abs(slice_tensor)
+  amax_default: f32[1] = amax(abs_default, [0], True)
+  cat_default: f32[1] = cat([amax_default])
+  all_reduce_default: f32[1] = _c10d_functional.all_reduce(cat_default, max, shard)
+  wait_tensor_default: f32[1] = _c10d_functional.wait_tensor(all_reduce_default)
+  select_int: f32[] = select.int(wait_tensor_default, 0, 0)
+  reciprocal: f32[] = reciprocal(select_int)
+  mul: f32[] = mul(reciprocal, 448.0)
+  root/float32.frozen.scaled: f32[8] = fsdp.scale(root/float32.frozen, [mul], [0])
+  root/float32.frozen.i8: i8[8] = fsdp.narrow(root/float32.frozen.scaled, [0], [float8_e4m3fn])
+  root/float32.frozen.pending: i8[16] = fsdp.all_gather(root/float32.frozen.i8)
+  root/float32.pending: f32[16] = fsdp.all_gather(root/float32)
+  root/float32.frozen.gathered: i8[16] = fsdp.wait(root/float32.frozen.pending)
+  weight: float8_e4m3fn[4,4] = fsdp.copy_out(root/float32.frozen.gathered, 0)
+  fsdp.free(root/float32.frozen.gathered)
+  permute: float8_e4m3fn[4,4] = permute(weight, [1, 0])
+  convert_element_type_1: f32[4,4] = prims.convert_element_type(permute, f32)
+  fsdp.free(weight)
+  div: f32[4,4] = div(convert_element_type_1, mul)
+  mm: f32[3,4] = mm(primals_2, div)
+  root/float32.gathered: f32[16] = fsdp.wait(root/float32.pending)
+  trained.weight: f32[4,4] = fsdp.view_out(root/float32.gathered, 0)
+  permute_1: f32[4,4] = permute(trained.weight, [1, 0])
+  mm_1: f32[3,4] = mm(mm, permute_1)
+  fsdp.free(root/float32.gathered)
+  return [mm_1, mm]""",
+        )
+        self.assertExpectedInline(
+            str(graphs.after(LowerCollectives)),
+            """\
+forward(primals_1: f32[8], primals_2: f32[3,4], primals_3: f32[8])
+  slice_tensor: f32[8] = slice(primals_1, 0, 0, 8)
+  abs_default: f32[8] = abs(slice_tensor)
+  amax_default: f32[1] = amax(abs_default, [0], True)
+  cat_default: f32[1] = cat([amax_default])
+  all_reduce_default: f32[1] = _c10d_functional.all_reduce(cat_default, max, shard)
+  wait_tensor_default: f32[1] = _c10d_functional.wait_tensor(all_reduce_default)
+  select_int: f32[] = select.int(wait_tensor_default, 0, 0)
+  reciprocal: f32[] = reciprocal(select_int)
+  mul: f32[] = mul(reciprocal, 448.0)
+  mul_tensor: f32[8] = mul(primals_1, mul)
+  clamp_min_default: f32[8] = clamp_min(mul_tensor, -448.0)
+  clamp_max_default: f32[8] = clamp_max(clamp_min_default, 448.0)
+  convert_element_type_default: float8_e4m3fn[8] = prims.convert_element_type(clamp_max_default, float8_e4m3fn)
+  view_dtype: i8[8] = view.dtype(convert_element_type_default, i8)
+  cat_default_1: i8[8] = cat([view_dtype])
+  all_gather_into_tensor_default: i8[16] = _c10d_functional.all_gather_into_tensor(cat_default_1, 2, shard)
+  all_gather_into_tensor_default_1: f32[16] = _c10d_functional.all_gather_into_tensor(primals_3, 2, shard)
+  wait_tensor_default_1: i8[16] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+  view_default: i8[2,8] = view(wait_tensor_default_1, [2, 8])
+  slice_copy_tensor: i8[2,8] = slice_copy(view_default, 1, 0, 8)
+  view_dtype_1: float8_e4m3fn[2,8] = view.dtype(slice_copy_tensor, float8_e4m3fn)
+  view_default_1: float8_e4m3fn[4,4] = view(view_dtype_1, [4, 4])
+  permute: float8_e4m3fn[4,4] = permute(view_default_1, [1, 0])
+  convert_element_type_1: f32[4,4] = prims.convert_element_type(permute, f32)
+  div: f32[4,4] = div(convert_element_type_1, mul)
+  mm: f32[3,4] = mm(primals_2, div)
+  wait_tensor_default_2: f32[16] = _c10d_functional.wait_tensor(all_gather_into_tensor_default_1)
+  view_default_2: f32[4,4] = view(wait_tensor_default_2, [4, 4])
+  permute_1: f32[4,4] = permute(view_default_2, [1, 0])
+  mm_1: f32[3,4] = mm(mm, permute_1)
+  return [mm_1, mm]""",
+        )
+
+
+OTHER_READS = {
+    "wide": lambda narrow, weight, scale: narrow + weight,
+    "another scale": lambda narrow, weight, scale: narrow + (weight * 2.0).clamp(-448.0, 448.0).to(F8).float(),
+    "its sum": lambda narrow, weight, scale: narrow * weight.sum(),
+    "without bounds": lambda narrow, weight, scale: narrow + (weight.t() * scale).to(F8).float(),
+    "uneven bounds": lambda narrow, weight, scale: narrow + (weight * scale).clamp(-1.0, 448.0).to(F8).float(),
+    "bfloat16": lambda narrow, weight, scale: narrow + (weight * scale).clamp(-448.0, 448.0).bfloat16().float(),
+}
+
+
+@pytest.mark.parametrize("read", OTHER_READS.values(), ids=OTHER_READS)
+def test_what_is_read_in_another_way_stays_wide(read):
+    assert gathered(traced(Float8()))["weight"] == F8
+    assert gathered(traced(Float8(read)))["weight"] == torch.float32
+
+
+def test_what_is_not_sharded_is_left_alone():
+    assert gathered(traced(Float8(), world_size=1, replicas=2))["weight"] == torch.float32
