@@ -1,6 +1,7 @@
 """Wide gathers: parameters that the program casts to a narrower dtype behind their gather, and why not before it.
 
-`passes/commute_casts.py` casts shards where nothing else reads a parameter, and a bucket loses enough of its bytes.
+`passes/commute_casts.py` and `passes/commute_scales.py` cast shards where nothing else reads a parameter, and a bucket
+loses enough of its bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class WideGather:
         narrow: those that it is cast to.
         readers: the operators that read it as it is.
         num_bytes: that its gather would not carry in the widest of those.
+        is_kept: of one that is scaled and cast to float8, whether the backward takes it over; None of others.
     """
 
     parameter: str
@@ -35,10 +37,13 @@ class WideGather:
     narrow: tuple[torch.dtype, ...]
     readers: tuple[str, ...]
     num_bytes: int
+    is_kept: bool | None = None
 
     @property
     def reason(self) -> str:
         """Why it was not cast before."""
+        if self.is_kept is not None:
+            return "it is kept for the backward" if self.is_kept else "its scale differs by row, or more reads it"
         if self.readers:
             return f"{', '.join(self.readers)} reads it as it is"
         if len(self.narrow) > 1:
@@ -64,6 +69,27 @@ def _of_graph(graph: torch.fx.Graph) -> Iterator[WideGather]:
             names = dict.fromkeys(target_name(node) for node in readers if node not in casts)
             saved = num_bytes(value) - max(num_bytes(cast.meta["val"]) for cast in casts)
             yield WideGather(name_of[out], value.dtype, narrow, tuple(names), saved)
+        elif scaled := _scaled(out):
+            narrow, is_kept = (scaled[0].meta["val"].dtype,), any(node.op == "output" for node in others)
+            saved = num_bytes(value) - num_bytes(scaled[0].meta["val"])
+            yield WideGather(name_of[out], value.dtype, narrow, (), saved, is_kept)
+
+
+def _scaled(out: torch.fx.Node) -> list[torch.fx.Node]:
+    """What a parameter is in float8, computed from it element by element."""
+    found: list[torch.fx.Node] = []
+    sources = [out]
+    for node in sources:
+        for user in node.users:
+            if not isinstance(user.target, torch._ops.OpOverload) or user in sources:
+                continue
+            is_cast, value = ops.is_call(user, *CASTS), user.meta.get("val")
+            is_alike = is_cast or analysis.is_alias(user) or torch.Tag.pointwise in user.target.tags
+            if not is_alike or not isinstance(value, torch.Tensor) or value.numel() != out.meta["val"].numel():
+                continue
+            is_float8 = value.is_floating_point() and value.dtype.itemsize == 1
+            (found if is_cast and is_float8 else sources).append(user)
+    return found
 
 
 def _is_narrowing(node: torch.fx.Node, value: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from fsdp_compile.costs import explain
 from fsdp_compile.costs.wide_gathers import wide_gathers_of
 from fsdp_compile.costs.work import Work
 from tests.passes.test_commute_casts import WIDE, Part, Reader
+from tests.passes.test_commute_scales import Float8
 
 ROWS = torch.ones(3, 4, dtype=torch.bfloat16)
 
@@ -29,6 +30,17 @@ def test_the_reason_is_said(model, narrow, reason):
     lines = [line for line in str(explain([graphs_of(model)])).splitlines() if "wide gather" in line]
     said = f" travels as float32, and is cast to {narrow} behind its gather, 32 B more than need be, because {reason}"
     assert lines and all(line.endswith(said) for line in lines)
+
+
+def test_of_float8_too():
+    for model, is_wide in ((Float8(), False), (Float8(lambda narrow, weight, scale: narrow + weight.sum()), True)):
+        options = {"auto_wrap_policy": [], "reshard_after_forward": True}
+        graphs = rewrite(model, torch.ones(3, 4), world_size=2, **options)
+        lines = [line for line in str(explain([graphs])).splitlines() if "wide gather" in line]
+        said = (
+            "cast to float8_e4m3fn behind its gather, 48 B more than need be, because its scale differs by row, or more"
+        )
+        assert len(lines) == is_wide and all(said in line for line in lines)
 
 
 NARROW = Reader(lambda x, weight: x @ weight.bfloat16())

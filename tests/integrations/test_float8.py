@@ -7,7 +7,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from fsdp_compile import fsdp_compile, rewrite
-from fsdp_compile.costs import HARDWARE, predict
+from fsdp_compile.costs import HARDWARE, explain, predict
 from fsdp_compile.passes import ops
 from tests.distributed.training import full, hybrid_mesh, sgd
 from tests.models import DEVICE, made, seeded
@@ -109,6 +109,10 @@ def test_a_gather_carries_a_quarter_and_what_is_kept_stays_wide():
             ops.argument(node, "bucket"): node.meta["val"].numel() * node.meta["val"].element_size() for node in gathers
         }
         assert predict(graphs, HARDWARE["h100"]).seconds > 0
+        is_wide = strategy == ShardingStrategy.SHARD_GRAD_OP
+        assert ("down.weight travels as float32" in str(explain([graphs]))) == is_wide
+    graphs = rewrite(in_float8("rowwise"), x, world_size=4, **LINEAR)
+    assert "because its scale differs by row, or more reads it" in str(explain([graphs]))
     wide, narrow = sizes[ShardingStrategy.SHARD_GRAD_OP], sizes[ShardingStrategy.FULL_SHARD]
     assert narrow["up"] == wide["up"] == 32 * 48  # which no backward reads
     bias = 4 * 32
