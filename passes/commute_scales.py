@@ -40,7 +40,7 @@ class CommuteScales:
         if not (reads := list(scaled_reads(graph))):
             return
         top = next(node for node in graph.nodes if node.op != "placeholder")
-        for same in _by(reads, lambda read: (ops.argument(read.unshard, "group"), read.unshard.meta["val"].dtype)):
+        for same in _by(reads, lambda read: (ops.argument(read.unshard, "group"), read.wide)):
             _reduce_maxima(graph, same, top)
         for same in _by(reads, lambda read: ops.argument(read.unshard, "shard")):
             _scale_shard(graph, same)
@@ -68,6 +68,12 @@ class ScaledRead:
         return self.scalars[-1]
 
     @property
+    def wide(self) -> torch.dtype:
+        """That it is gathered in otherwise."""
+        found: torch.dtype = self.unshard.meta["val"].dtype
+        return found
+
+    @property
     def dtype(self) -> torch.dtype:
         first: torch.dtype = next(iter(self.cast_of_view.values()))[0].meta["val"].dtype
         return first
@@ -84,16 +90,25 @@ def scaled_reads(graph: torch.fx.Graph) -> Iterator[ScaledRead]:
     unshards = [node for node in graph.nodes if ops.is_call(node, ops.UNSHARD) and node.users]
     for of_bucket in _by(unshards, lambda node: ops.argument(node, "shard")):
         reads = [read for unshard in of_bucket if (read := _scaled_read(unshard)) is not None]
-        num_bytes = {node: node.meta["val"].numel() * node.meta["val"].dtype.itemsize for node in of_bucket}
-        saved = sum(num_bytes[read.unshard] * (1 - 1 / read.unshard.meta["val"].dtype.itemsize) for read in reads)
-        if saved >= sum(num_bytes.values()) / 4:
-            yield from reads
+        best = max(_by(reads, lambda read: read.wide), key=_num_saved, default=[])
+        if (
+            _num_saved(best)
+            >= sum(node.meta["val"].numel() * node.meta["val"].dtype.itemsize for node in of_bucket) / 4
+        ):
+            yield from best
+
+
+def _num_saved(reads: Sequence[ScaledRead]) -> int:
+    """Bytes that gathers of full parameters would not carry."""
+    return sum(int(read.unshard.meta["val"].numel()) * (read.wide.itemsize - 1) for read in reads)
 
 
 def _scaled_read(unshard: torch.fx.Node) -> ScaledRead | None:
     shard, value = ops.argument(unshard, "shard"), unshard.meta["val"]
     is_whole = ops.argument(unshard, "world_size") == 1 or metadata.kept_part(shard) is not None
-    if is_whole or ops.argument(unshard, "gather_form") or shard.meta["val"].device != value.device:
+    is_elsewhere = shard.meta["val"].device != value.device
+    is_double = shard.meta["val"].dtype.itemsize > torch.float32.itemsize  # others of the shard would lose bits
+    if is_whole or is_elsewhere or is_double or ops.argument(unshard, "gather_form"):
         return None
     maxima: list[torch.fx.Node] = []
     found: list[tuple[torch.fx.Node, float, torch.dtype]] = []
@@ -164,7 +179,7 @@ def _scalars(scale: torch.fx.Node, maxima: list[torch.fx.Node]) -> list[torch.fx
         if node in maxima or node in found:
             continue
         is_computed = node.op == "call_function" and node.all_input_nodes and not analysis.is_random(node)
-        if not is_computed or node.meta["val"].dim() > 0:
+        if not is_computed or ops.is_functional(node) or node.meta["val"].dim() > 0:
             return None
         found.add(node)
         sources += node.all_input_nodes
@@ -184,10 +199,9 @@ def _reduce_maxima(graph: torch.fx.Graph, reads: list[ScaledRead], top: torch.fx
     with graph.inserting_before(top):
         largest = []
         for read in reads:
-            shard, dtype = ops.argument(read.unshard, "shard"), read.unshard.meta["val"].dtype
-            part = ops.call(graph, _aten.slice.Tensor, shard, 0, *read.section)
-            if part.meta["val"].dtype != dtype:
-                part = ops.call(graph, torch.ops.prims.convert_element_type.default, part, dtype)
+            part = ops.call(graph, _aten.slice.Tensor, ops.argument(read.unshard, "shard"), 0, *read.section)
+            if part.meta["val"].dtype != read.wide:
+                part = ops.call(graph, torch.ops.prims.convert_element_type.default, part, read.wide)
             largest.append(ops.call(graph, _aten.amax.default, ops.call(graph, _aten.abs.default, part), [0], True))
         sent = ops.call(graph, _aten.cat.default, largest)
         group = ops.argument(reads[0].unshard, "group")
@@ -209,8 +223,7 @@ def _scale_shard(graph: torch.fx.Graph, reads: list[ScaledRead]) -> None:
     begins, ends = zip(*(read.section for read in reads), strict=True)
     scales, most = [read.scale for read in reads], [read.most for read in reads]
     with graph.inserting_before(min(unshards)):
-        dtype = reads[0].unshard.meta["val"].dtype
-        scaled = ops.call(graph, ops.SCALE, shard, scales, bucket, list(begins), list(ends), most, dtype)
+        scaled = ops.call(graph, ops.SCALE, shard, scales, bucket, list(begins), list(ends), most, reads[0].wide)
     for unshard in unshards:
         ops.set_argument(unshard, "shard", scaled)
     for read in reads:

@@ -67,7 +67,7 @@ _PREPARED = {ops.WAIT, ops.CAST, ops.DIVIDE}
 _BOTH = _PREPARED | {ops.MOVE}
 
 STAGES = (
-    Stage(MergeUnshards, _CAPTURED),
+    Stage(MergeUnshards, _CAPTURED | {ops.SCALE}),
     Stage(PartitionJoint, _CAPTURED | {ops.PART, ops.SCALE}),
     Stage(InsertReduceScatter, _REDUCTIONS | _BOTH | {ops.UNSHARD, ops.PART, ops.SCALE}),
     Stage(InsertAllGather, _REDUCTIONS | _BOTH | _GATHERS),

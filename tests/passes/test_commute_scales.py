@@ -153,5 +153,28 @@ def test_what_is_read_in_another_way_stays_wide(read):
     assert gathered(traced(Float8(read)))["weight"] == torch.float32
 
 
+def test_a_shard_of_doubles_stays_wide():
+    """What else is read of it would lose bits in float32."""
+    assert gathered(trace(Float8().double(), rows().double(), policy=[], reshard={"": True}))["weight"] == torch.float64
+
+
+def test_of_several_dtypes_that_are_scaled_one_is_gathered_in_float8():
+    class Two(nn.Module):
+        """The second is scaled as bfloat16."""
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = Float8(), Float8()
+            self.other.trained = self.one.trained = nn.Identity()
+
+        def forward(self, x):
+            rounded = self.other.weight.bfloat16()
+            scale = 448.0 / rounded.abs().max()
+            narrow = (rounded.t().float() * scale).clamp(-448.0, 448.0).to(F8)
+            return self.one(x) @ (narrow.float() / scale)
+
+    assert gathered(traced(Two())) == {"one.weight": F8, "other.weight": torch.bfloat16}
+
+
 def test_what_is_not_sharded_is_left_alone():
     assert gathered(traced(Float8(), world_size=1, replicas=2))["weight"] == torch.float32
