@@ -91,10 +91,8 @@ def scaled_reads(graph: torch.fx.Graph) -> Iterator[ScaledRead]:
     for of_bucket in _by(unshards, lambda node: ops.argument(node, "shard")):
         reads = [read for unshard in of_bucket if (read := _scaled_read(unshard)) is not None]
         best = max(_by(reads, lambda read: read.wide), key=_num_saved, default=[])
-        if (
-            _num_saved(best)
-            >= sum(node.meta["val"].numel() * node.meta["val"].dtype.itemsize for node in of_bucket) / 4
-        ):
+        num_bytes = sum(node.meta["val"].numel() * node.meta["val"].dtype.itemsize for node in of_bucket)
+        if _num_saved(best) >= num_bytes / 4:
             yield from best
 
 

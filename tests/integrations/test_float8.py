@@ -47,6 +47,8 @@ def assert_trains_so(model, expected, *, is_equal, autocast=None):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast is not None):
+        torch.testing.assert_close(model(x), expected(x), **close)
 
 
 def sent(graph):
