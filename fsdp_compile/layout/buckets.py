@@ -219,7 +219,8 @@ def check_extension(name: str, local: torch.Tensor) -> None:
         raise ConfigError(
             f"{name}, a {type(local).__name__}, has fsdp_pre_all_gather, which would not be called: all-gathers are a "
             "part of compiled graphs, and send values in the param_dtype of mp_policy or as they are. Use a plain "
-            "tensor without it, or pass it in ignored_params"
+            "tensor without it (with torchao leave enable_fsdp_float8_all_gather out: weights that are used in float8 "
+            "are gathered so), or pass it in ignored_params"
         )
 
 
