@@ -59,10 +59,10 @@ def refuses(model, words, front_end=fsdp_compile, error=ConfigError, **options):
 
 
 @front_ends
-def test_an_integer_parameter_that_requires_sharding(front_end):
+def test_a_parameter_that_is_no_number(front_end):
     model = build("odd_mlp")
-    model.layers[2].table = nn.Parameter(torch.zeros(6, dtype=torch.int8), requires_grad=False)
-    refuses(model, "layers.2.table int8 floating", front_end)
+    model.layers[2].table = nn.Parameter(torch.zeros(6, dtype=torch.bool), requires_grad=False)
+    refuses(model, "layers.2.table bool floating integers", front_end)
 
 
 @front_ends
