@@ -155,7 +155,7 @@ def train_adapters(options: argparse.Namespace, device: torch.device, console: C
     console.print(f"adapters, on Python: {num_trainable:,} of {num_all:,} parameters are trainable")
     training, held_out = read_code()
     console.print(f"held-out loss before {evaluate(model, held_out, options, ranks):.4f} nats/byte")
-    optimizer = train(model, training, options, 1e-2, ranks, console)
+    optimizer = train(model, training, options, 3e-3, ranks, console)
     console.print(f"held-out loss after {evaluate(model, held_out, options, ranks):.4f} nats/byte")
     console.print(memory_table(model, optimizer, ranks.world_size))
     save(model, options.out / "adapters", ranks.rank == 0, ignore_frozen_params=True)
