@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 import torch.fx
@@ -67,10 +68,14 @@ def _narrow_reads_of_bucket(unshards: list[torch.fx.Node]) -> dict[torch.fx.Node
         return {}
     wanted, num_cast = num_bytes.most_common(1)[0]
     wide = unshards[0].meta["val"].dtype
-    saved = num_cast * (1 - wanted.itemsize / wide.itemsize)
-    if saved < sum(map(_num_bytes, unshards)) / 4:
+    if not loses_enough(num_cast * (1 - wanted.itemsize / wide.itemsize), unshards):
         return {}
     return {unshard: dtype for unshard, dtype in cast_to.items() if dtype == wanted}
+
+
+def loses_enough(num_saved: float, unshards: Iterable[torch.fx.Node]) -> bool:
+    """Whether so many bytes are a quarter of a bucket's, all of whose reads these are: its shard is copied for that."""
+    return num_saved >= sum(map(_num_bytes, unshards)) / 4
 
 
 def _only_cast(unshard: torch.fx.Node) -> torch.dtype | None:

@@ -2,7 +2,7 @@
 
     Before   w = unshard(shard): f32; s = f(max(abs(w))); q = convert(clamp(mul(t(w), s), -448, 448), f8)
     After    m = wait(all_reduce(amax(abs(slice(shard))), max)); s = f(m); q = t(unshard(scale(shard, s)): f8)
-    Needs    halves whose unshards are not yet gathers (partition_joint)
+    Needs    one unshard per parameter (merge_unshards), none of which is a gather yet
     Keeps    every value to the last bit: the largest element is the largest of those of the parts, whose padding is 0,
              and it is the same whether elements are scaled, clamped and cast before they are put together or after
     Cost     O(nodes); one small all-reduce at the top of each half, for all of these parameters
@@ -23,8 +23,9 @@ from typing import TypeVar
 import torch
 import torch.fx
 
-from . import analysis, metadata, ops
-from .commute_casts import CASTS
+from . import analysis, forms, metadata, ops
+from .commute_casts import CASTS, loses_enough
+from .merge_unshards import refuse_repeated_unshards
 from .padding import shard_numel
 
 _aten = torch.ops.aten
@@ -37,6 +38,7 @@ _VIEWS = (_aten.permute.default, _aten.t.default, _aten.transpose.int)
 class CommuteScales:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         graph = gm.graph
+        refuse_repeated_unshards(graph)
         if not (reads := list(scaled_reads(graph))):
             return
         top = next(node for node in graph.nodes if node.op != "placeholder")
@@ -91,8 +93,7 @@ def scaled_reads(graph: torch.fx.Graph) -> Iterator[ScaledRead]:
     for of_bucket in _by(unshards, lambda node: ops.argument(node, "shard")):
         reads = [read for unshard in of_bucket if (read := _scaled_read(unshard)) is not None]
         best = max(_by(reads, lambda read: read.wide), key=_num_saved, default=[])
-        num_bytes = sum(node.meta["val"].numel() * node.meta["val"].dtype.itemsize for node in of_bucket)
-        if _num_saved(best) >= num_bytes / 4:
+        if loses_enough(_num_saved(best), of_bucket):
             yield from best
 
 
@@ -144,8 +145,8 @@ def _scaled_cast(view: torch.fx.Node, user: torch.fx.Node) -> tuple[torch.fx.Nod
     if bounds is None or bounds[0] != -bounds[1]:
         return None
     value = node.meta["val"]
-    is_float8 = ops.is_call(node, *CASTS) and value.dtype.is_floating_point and value.dtype.itemsize == 1
-    if not is_float8 or value.stride() != view.meta["val"].stride():
+    is_cast = ops.is_call(node, *CASTS) and forms.is_float8(value.dtype)
+    if not is_cast or value.stride() != view.meta["val"].stride():
         return None
     return scale, bounds[1], node  # type: ignore[return-value]
 

@@ -53,6 +53,10 @@ def is_integers(form: str) -> bool:
     return form in _BITS
 
 
+def is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
 def name_of_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

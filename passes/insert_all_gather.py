@@ -182,7 +182,7 @@ class GatheredBucket:
             return forms.MESSAGE
         wanted: list[torch.dtype] = [unshard.meta["val"].dtype for unshard in self.first_use_of_unshard]
         narrowest = min(wanted, key=lambda dtype: dtype.itemsize)
-        return forms.MESSAGE if narrowest.is_floating_point and narrowest.itemsize == 1 else narrowest
+        return forms.MESSAGE if forms.is_float8(narrowest) else narrowest
 
     def form_of(self, unshard: torch.fx.Node) -> str:
         """The form in which a parameter is sent, by itself."""

@@ -73,18 +73,17 @@ def _scale(lowering: Lowering, node: torch.fx.Node) -> torch.fx.Node:
     shard: Any = node.args[0]
     names = ("begins", "ends", "scales", "most", "dtype")
     begins, ends, scales, bounds, dtype = (ops.argument(node, name) for name in names)
-    parts, filled, numel = [], 0, shard.meta["val"].numel()
-    for begin, end, scale, most in sorted(zip(begins, ends, scales, bounds, strict=True), key=lambda each: each[0]):
-        if begin > filled:
-            parts.append(lowering.cast(lowering.section(shard, 0, filled, begin, node), torch.float32, node))
+
+    def wide(begin: int, end: int) -> torch.fx.Node:
+        return lowering.cast(lowering.section(shard, 0, begin, end, node), torch.float32, node)
+
+    pieces = {}
+    for begin, end, scale, most in zip(begins, ends, scales, bounds, strict=True):
         read = lowering.cast(lowering.section(shard, 0, begin, end, node), dtype, node)
         scaled = lowering.call(_aten.mul.Tensor, lowering.cast(read, torch.float32, node), scale, like=node)
         above = lowering.call(_aten.clamp_min.default, scaled, -most, like=node)
-        parts.append(lowering.call(_aten.clamp_max.default, above, most, like=node))
-        filled = end
-    if numel > filled:
-        parts.append(lowering.cast(lowering.section(shard, 0, filled, numel, node), torch.float32, node))
-    return parts[0] if len(parts) == 1 else lowering.call(_aten.cat.default, parts, like=node)
+        pieces[begin] = lowering.call(_aten.clamp_max.default, above, most, like=node)
+    return lowering.joined(pieces, shard.meta["val"].numel(), wide, node, dim=0)
 
 
 def _all_to_all(lowering: Lowering, node: torch.fx.Node) -> torch.fx.Node:

@@ -97,18 +97,23 @@ class Lowering:
         by_rank = self.call(_aten.view.default, ops.argument(node, argument), shape, like=node)
         return self.section(by_rank, 1, begin, end, node)
 
-    def joined(self, pieces: dict[int, torch.fx.Node], numel: int, gap: Gap, like: torch.fx.Node) -> torch.fx.Node:
-        """A [rows, numel] tensor with every [rows, n] piece at its offset; `gap(begin, end)` fills the rest."""
+    def joined(
+        self, pieces: dict[int, torch.fx.Node], numel: int, gap: Gap, like: torch.fx.Node, *, dim: int = 1
+    ) -> torch.fx.Node:
+        """A [rows, numel] tensor with every [rows, n] piece at its offset, or with dim=0 all without the rows.
+
+        `gap(begin, end)` fills the rest.
+        """
         parts: list[torch.fx.Node] = []
         filled = 0
         for offset, piece in sorted(pieces.items()):
             if offset > filled:
                 parts.append(gap(filled, offset))
             parts.append(piece)
-            filled = offset + piece.meta["val"].shape[1]
+            filled = offset + piece.meta["val"].shape[dim]
         if numel > filled:
             parts.append(gap(filled, numel))
-        return parts[0] if len(parts) == 1 else self.call(_aten.cat.default, parts, 1, like=like)
+        return parts[0] if len(parts) == 1 else self.call(_aten.cat.default, parts, dim, like=like)
 
     def message(
         self, piece: torch.fx.Node, lead: list[int], region: forms.Region, like: torch.fx.Node

@@ -6,8 +6,8 @@ Needs    nothing: autograd adds up what the reads of one shard contribute
 Keeps    every contribution; those to one parameter are added in the order in which autograd adds them
 Cost     O(nodes)
 
-Gradients that are kept for a later step (`pack`) merge likewise. What earlier steps kept, or
-their messages lost, is added once.
+Gradients that are kept for a later step (`pack`) merge likewise. What earlier steps kept, or their messages lost, is
+added once.
 """
 
 from __future__ import annotations

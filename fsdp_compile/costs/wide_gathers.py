@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 import torch.fx
 
-from ..passes import analysis, ops
+from ..passes import analysis, forms, ops
 from ..passes.commute_casts import CASTS
 from ..passes.printer import display_names, target_name
 from .nodes import num_bytes
@@ -87,8 +87,7 @@ def _scaled(out: torch.fx.Node) -> list[torch.fx.Node]:
             is_alike = is_cast or analysis.is_alias(user) or torch.Tag.pointwise in user.target.tags
             if not is_alike or not isinstance(value, torch.Tensor) or value.numel() != out.meta["val"].numel():
                 continue
-            is_float8 = value.is_floating_point() and value.dtype.itemsize == 1
-            (found if is_cast and is_float8 else sources).append(user)
+            (found if is_cast and forms.is_float8(value.dtype) else sources).append(user)
     return found
 
 

@@ -7,6 +7,7 @@ import torch
 from docs.generate_passes import PASSES
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.commute_casts import CommuteCasts
+from fsdp_compile.passes.commute_scales import CommuteScales
 from fsdp_compile.passes.compute_early import ComputeEarly
 from fsdp_compile.passes.delay_reduce_scatter_wait import DelayReduceScatterWait
 from fsdp_compile.passes.end_lives import EndLives
@@ -65,6 +66,10 @@ up.weight#2 reads the same parameter as up.weight: run MergeUnshards first
 
     def test_commute_casts_needs_one_unshard_per_parameter(self):
         message = self.refused(two_reads(), CommuteCasts())
+        self.assertIn("reads the same parameter as up.weight: run MergeUnshards first", message)
+
+    def test_commute_scales_needs_one_unshard_per_parameter(self):
+        message = self.refused(two_reads(), CommuteScales())
         self.assertIn("reads the same parameter as up.weight: run MergeUnshards first", message)
 
     def test_insert_all_gather_needs_one_unshard_per_parameter(self):
