@@ -1,5 +1,6 @@
 """The session of all tests: one directory for Inductor's caches, and the workers end with it."""
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -51,10 +52,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if DEVICE.type != "cpu":
         torch.set_default_device(DEVICE)
     torch.set_num_threads(1)
+    ranks.collect_garbage_rarely()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    for item in items:
+        item.runtest = functools.partial(ranks.with_deep_stack, item.runtest)  # type: ignore[method-assign]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
