@@ -219,6 +219,16 @@ def erase_dead(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def copied(graph: torch.fx.Graph, node: torch.fx.Node, copy_of: Mapping[torch.fx.Node, torch.fx.Node]) -> torch.fx.Node:
+    """Insert a call like `node` of these in the place of what it reads, with the value that this has."""
+    found = graph.node_copy(node, copy_of.__getitem__)
+    args, kwargs = torch.fx.map_arg((found.args, found.kwargs), lambda argument: argument.meta["val"])
+    with torch.no_grad():
+        value = found.target(*args, **kwargs)  # type: ignore[operator]
+    metadata.describe(found, value, like=node)
+    return found
+
+
 def reorder(graph: torch.fx.Graph, key: Mapping[torch.fx.Node, Any]) -> None:
     """Put the nodes into the order of `key`, which must agree with the data flow; ties keep their order."""
     order = sorted(graph.nodes, key=key.__getitem__)

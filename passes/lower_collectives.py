@@ -80,9 +80,14 @@ def _scale(lowering: Lowering, node: torch.fx.Node) -> torch.fx.Node:
     pieces = {}
     for begin, end, scale, most in zip(begins, ends, scales, bounds, strict=True):
         read = lowering.cast(lowering.section(shard, 0, begin, end, node), dtype, node)
-        scaled = lowering.call(_aten.mul.Tensor, lowering.cast(read, torch.float32, node), scale, like=node)
+        read = lowering.cast(read, torch.float32, node)
+        if of_each := scale.meta["val"].shape:  # [rows, 1], or [1, columns]
+            by_rows = [of_each[0], -1] if of_each[1] == 1 else [-1, of_each[1]]
+            read = lowering.call(_aten.view.default, read, by_rows, like=node)
+        scaled = lowering.call(_aten.mul.Tensor, read, scale, like=node)
         above = lowering.call(_aten.clamp_min.default, scaled, -most, like=node)
-        pieces[begin] = lowering.call(_aten.clamp_max.default, above, most, like=node)
+        found = lowering.call(_aten.clamp_max.default, above, most, like=node)
+        pieces[begin] = lowering.call(_aten.view.default, found, [-1], like=node) if of_each else found
     return lowering.joined(pieces, shard.meta["val"].numel(), wide, node, dim=0)
 
 

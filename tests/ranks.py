@@ -281,6 +281,7 @@ def with_deep_stack(function: Callable[..., Any], *args: Any) -> Any:
     end of a piece again and again, as they do in traces, take a sixth of the time of a test. A frame that is larger
     than a piece has a piece of its own, about half of which is left for other frames.
     """
+    __tracebackhide__ = True
     return function(*args)
 
 

@@ -43,7 +43,7 @@ class WideGather:
     def reason(self) -> str:
         """Why it was not cast before."""
         if self.is_kept is not None:
-            return "it is kept for the backward" if self.is_kept else "its scale differs by row, or more reads it"
+            return "it is kept for the backward" if self.is_kept else "more reads it than what scales it"
         if self.readers:
             return f"{', '.join(self.readers)} reads it as it is"
         if len(self.narrow) > 1:

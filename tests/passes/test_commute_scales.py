@@ -28,6 +28,20 @@ class Float8(nn.Module):
         return self.trained(x @ (self.read(narrow.float(), self.weight, scale) / scale))
 
 
+class Float8Rows(nn.Module):
+    """A frozen weight of four rows, each read in float8 by a scale of its own, or each column so."""
+
+    def __init__(self, dim=0, largest=lambda view, dim: view.abs().amax(dim, keepdim=True), of_view=torch.t):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        self.trained, self.dim, self.largest, self.of_view = nn.Linear(4, 4, bias=False), dim, largest, of_view
+
+    def forward(self, x):
+        scale = 448.0 / self.largest(self.weight.t(), self.dim)
+        narrow = (self.of_view(self.weight) * scale).clamp(-448.0, 448.0).to(F8)
+        return self.trained(x @ (narrow.float() / scale))
+
+
 def traced(module, **options):
     return trace(module, rows(), policy=[], reshard={"": True}, **options)
 
@@ -136,6 +150,81 @@ forward(primals_1: f32[8], primals_2: f32[3,4], primals_3: f32[8])
   return [mm_1, mm]""",
         )
 
+    def test_scales_of_rows_are_gathered(self):
+        self.assertExpectedInline(
+            str(traced(Float8Rows(0)).after(CommuteScales)),
+            """\
+forward(root/float32.frozen: f32[8], primals_2: f32[3,4], root/float32: f32[8])
+  slice_tensor: f32[8] = slice(root/float32.frozen, 0, 0, 8)
+  view_default: f32[2,4] = view(slice_tensor, [2, -1])
+  abs_default: f32[2,4] = abs(view_default)
+  amax_default: f32[2] = amax(abs_default, [1])
+  reciprocal_1: f32[2] = reciprocal(amax_default)
+  mul_2: f32[2] = mul(reciprocal_1, 448.0)
+  cat_default: f32[2] = cat([mul_2])
+  all_gather_into_tensor_default: f32[4] = _c10d_functional.all_gather_into_tensor(cat_default, 2, shard)
+  wait_tensor_default: f32[4] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+  view_default_1: f32[2,2] = view(wait_tensor_default, [2, 2])
+  slice_copy_tensor: f32[2,2] = slice_copy(view_default_1, 1, 0, 2)
+  view_default_2: f32[4] = view(slice_copy_tensor, [4])
+  slice_tensor_1: f32[4] = slice(view_default_2, 0, 0, 4)
+  view_default_3: f32[1,4] = view(slice_tensor_1, [1, 4])
+  view_default_4: f32[2,1] = view(mul_2, [2, 1])
+  root/float32.frozen.scaled: f32[8] = fsdp.scale(root/float32.frozen, [view_default_4], [0])
+  weight: float8_e4m3fn[4,4] = fsdp.unshard(root/float32.frozen.scaled, 0)
+  trained.weight: f32[4,4] = fsdp.unshard(root/float32, 0)
+  permute: float8_e4m3fn[4,4] = permute(weight, [1, 0])
+  convert_element_type_1: f32[4,4] = prims.convert_element_type(permute, f32)
+  div: f32[4,4] = div(convert_element_type_1, view_default_3)
+  mm: f32[3,4] = mm(primals_2, div)
+  permute_2: f32[4,4] = permute(trained.weight, [1, 0])
+  mm_1: f32[3,4] = mm(mm, permute_2)
+  return [mm_1, mm]""",
+        )
+
+    def test_maxima_of_columns_are_reduced(self):
+        self.assertExpectedInline(
+            str(traced(Float8Rows(1)).after(LowerCollectives)),
+            """\
+forward(primals_1: f32[8], primals_2: f32[3,4], primals_3: f32[8])
+  slice_tensor: f32[8] = slice(primals_1, 0, 0, 8)
+  view_default: f32[2,4] = view(slice_tensor, [2, -1])
+  abs_default: f32[2,4] = abs(view_default)
+  amax_default: f32[4] = amax(abs_default, [0], False)
+  cat_default: f32[4] = cat([amax_default])
+  all_reduce_default: f32[4] = _c10d_functional.all_reduce(cat_default, max, shard)
+  wait_tensor_default: f32[4] = _c10d_functional.wait_tensor(all_reduce_default)
+  slice_tensor_1: f32[4] = slice(wait_tensor_default, 0, 0, 4)
+  view_default_1: f32[4,1] = view(slice_tensor_1, [4, 1])
+  reciprocal: f32[4,1] = reciprocal(view_default_1)
+  mul: f32[4,1] = mul(reciprocal, 448.0)
+  view_default_2: f32[1,4] = view(mul, [1, 4])
+  view_default_3: f32[2,4] = view(primals_1, [-1, 4])
+  mul_tensor: f32[2,4] = mul(view_default_3, view_default_2)
+  clamp_min_default: f32[2,4] = clamp_min(mul_tensor, -448.0)
+  clamp_max_default: f32[2,4] = clamp_max(clamp_min_default, 448.0)
+  view_default_4: f32[8] = view(clamp_max_default, [-1])
+  convert_element_type_default: float8_e4m3fn[8] = prims.convert_element_type(view_default_4, float8_e4m3fn)
+  view_dtype: i8[8] = view.dtype(convert_element_type_default, i8)
+  cat_default_1: i8[8] = cat([view_dtype])
+  all_gather_into_tensor_default: i8[16] = _c10d_functional.all_gather_into_tensor(cat_default_1, 2, shard)
+  all_gather_into_tensor_default_1: f32[16] = _c10d_functional.all_gather_into_tensor(primals_3, 2, shard)
+  wait_tensor_default_1: i8[16] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+  view_default_5: i8[2,8] = view(wait_tensor_default_1, [2, 8])
+  slice_copy_tensor: i8[2,8] = slice_copy(view_default_5, 1, 0, 8)
+  view_dtype_1: float8_e4m3fn[2,8] = view.dtype(slice_copy_tensor, float8_e4m3fn)
+  view_default_6: float8_e4m3fn[4,4] = view(view_dtype_1, [4, 4])
+  permute: float8_e4m3fn[4,4] = permute(view_default_6, [1, 0])
+  convert_element_type_1: f32[4,4] = prims.convert_element_type(permute, f32)
+  div: f32[4,4] = div(convert_element_type_1, mul)
+  mm: f32[3,4] = mm(primals_2, div)
+  wait_tensor_default_2: f32[16] = _c10d_functional.wait_tensor(all_gather_into_tensor_default_1)
+  view_default_7: f32[4,4] = view(wait_tensor_default_2, [4, 4])
+  permute_2: f32[4,4] = permute(view_default_7, [1, 0])
+  mm_1: f32[3,4] = mm(mm, permute_2)
+  return [mm_1, mm]""",
+        )
+
 
 OTHER_READS = {
     "wide": lambda narrow, weight, scale: narrow + weight,
@@ -151,6 +240,35 @@ OTHER_READS = {
 def test_what_is_read_in_another_way_stays_wide(read):
     assert gathered(traced(Float8()))["weight"] == F8
     assert gathered(traced(Float8(read)))["weight"] == torch.float32
+
+
+OTHER_ROWS = {
+    "rows for columns": Float8Rows(of_view=lambda weight: weight),
+    "columns for rows": Float8Rows(dim=1, of_view=lambda weight: weight),
+    "without the dimension": Float8Rows(largest=lambda view, dim: view.abs().amax(dim)),
+    "sorted": Float8Rows(largest=lambda view, dim: view.abs().amax(dim, keepdim=True).cumsum(1)),
+    "signed": Float8Rows(largest=lambda view, dim: view.amax(dim, keepdim=True)),
+    "with the smallest": Float8Rows(
+        largest=lambda view, dim: view.abs().amax(dim, keepdim=True) + view.abs().amin(dim, keepdim=True)
+    ),
+    "of both": Float8Rows(
+        largest=lambda view, dim: view.abs().amax(dim, keepdim=True) + view.abs().amax(1 - dim, keepdim=True).t()
+    ),
+}
+
+
+@pytest.mark.parametrize("module", OTHER_ROWS.values(), ids=OTHER_ROWS)
+def test_scales_of_something_else_than_these_rows_leave_a_weight_wide(module):
+    assert gathered(traced(Float8Rows()))["weight"] == F8
+    assert gathered(traced(module))["weight"] == torch.float32
+
+
+def test_maxima_of_rows_that_are_returned_leave_a_weight_wide():
+    class Returned(Float8Rows):
+        def forward(self, x):
+            return super().forward(x), self.weight.t().abs().amax(0, keepdim=True)
+
+    assert gathered(traced(Returned()))["weight"] == torch.float32
 
 
 def test_a_shard_of_doubles_stays_wide():

@@ -1,0 +1,238 @@
+"""Scaled reads: the parameters that a program reads only scaled and cast to float8, by which scales.
+
+    w = unshard(shard); s = f(max(abs(w))); q = convert(clamp(mul(w, s), -448, 448), f8)
+
+`w` may be a transposed view, and `f` any function of single elements. The tensor has a scale, or each of its rows or
+columns has one: the maximum is over all dimensions, over all but the first, which is sharded, or over the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+import torch
+import torch.fx
+
+from . import analysis, forms, metadata, ops
+from .commute_casts import CASTS, loses_enough
+from .padding import shard_numel, shard_rows
+
+_aten = torch.ops.aten
+_T = TypeVar("_T")
+_VIEWS = (_aten.permute.default, _aten.t.default, _aten.transpose.int)
+
+Along = Literal["tensor", "rows", "columns"]
+_Order = tuple[int, ...]  # of a view: which dimension of the parameter each of its dimensions is
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledRead:
+    """A parameter that is only scaled, clamped to [-most, most], and cast.
+
+    Attributes:
+        along: what has a scale of its own: the tensor, each of its rows, or each of its columns.
+        maxima: of the absolute values of its elements.
+        chain: what is computed from those, up to the scale, element by element.
+        cast_of_view: the results, by the view of the parameter that they are of.
+    """
+
+    unshard: torch.fx.Node
+    along: Along
+    maxima: list[torch.fx.Node]
+    chain: list[torch.fx.Node]
+    most: float
+    cast_of_view: dict[torch.fx.Node, list[torch.fx.Node]]
+
+    @property
+    def scale(self) -> torch.fx.Node:
+        return self.chain[-1]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """That it is gathered in otherwise."""
+        found: torch.dtype = self.unshard.meta["val"].dtype
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        first: torch.dtype = next(iter(self.cast_of_view.values()))[0].meta["val"].dtype
+        return first
+
+    @property
+    def num_rows(self) -> int:
+        """That a shard has room for."""
+        return shard_rows(*self._shape_and_ranks)
+
+    @property
+    def section(self) -> tuple[int, int]:
+        """Where in the shard it begins and ends."""
+        begin: int = ops.argument(self.unshard, "offset")
+        return begin, begin + shard_numel(*self._shape_and_ranks)
+
+    @property
+    def _shape_and_ranks(self) -> tuple[Sequence[int], int]:
+        return ops.argument(self.unshard, "shape"), ops.argument(self.unshard, "world_size")
+
+
+def scaled_reads(graph: torch.fx.Graph) -> Iterator[ScaledRead]:
+    """The parameters that are to be gathered in float8."""
+    unshards = [node for node in graph.nodes if ops.is_call(node, ops.UNSHARD) and node.users]
+    for of_bucket in by(unshards, lambda node: ops.argument(node, "shard")):
+        reads = [read for unshard in of_bucket if (read := _scaled_read(unshard)) is not None]
+        best = max(by(reads, lambda read: read.wide), key=_num_saved, default=[])
+        if loses_enough(_num_saved(best), of_bucket):
+            yield from best
+
+
+def _num_saved(reads: Sequence[ScaledRead]) -> int:
+    """Bytes that gathers of full parameters would not carry."""
+    return sum(int(read.unshard.meta["val"].numel()) * (read.wide.itemsize - 1) for read in reads)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maximum:
+    """The dimensions of the parameter that a maximum is over, and the view that it is of where some are left."""
+
+    over: frozenset[int]
+    view: torch.fx.Node | None = None
+
+    @classmethod
+    def of(cls, node: torch.fx.Node, view: torch.fx.Node, order: _Order) -> _Maximum | None:
+        """Of a view with this order of dimensions, or None for something else."""
+        if ops.is_call(node, _aten.max.default):
+            return cls(frozenset(order))
+        if ops.is_call(node, _aten.amax.default) and len(node.args) == 3 and node.args[1] and node.args[2]:
+            dims: Sequence[int] = node.args[1]  # type: ignore[assignment]
+            return cls(frozenset(order[dim] for dim in dims), view)
+        return None
+
+    def along(self, num_dims: int) -> Along | None:
+        """What has a scale of its own."""
+        if self.view is None:
+            return "tensor"
+        if self.over == frozenset(range(1, num_dims)):
+            return "rows"
+        return "columns" if self.over == {0} and num_dims == 2 else None
+
+
+def _scaled_read(unshard: torch.fx.Node) -> ScaledRead | None:
+    shard, value = ops.argument(unshard, "shard"), unshard.meta["val"]
+    is_whole = ops.argument(unshard, "world_size") == 1 or metadata.kept_part(shard) is not None
+    is_elsewhere = shard.meta["val"].device != value.device
+    is_double = shard.meta["val"].dtype.itemsize > torch.float32.itemsize  # others of the shard would lose bits
+    if is_whole or is_elsewhere or is_double or ops.argument(unshard, "gather_form"):
+        return None
+    maxima: dict[torch.fx.Node, _Maximum | None] = {}
+    found: set[tuple[torch.fx.Node, float, torch.dtype]] = set()
+    cast_of_view: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    order_of_view = {unshard: tuple(range(value.dim()))}
+    views = [unshard]
+    for view in views:
+        order = order_of_view[view]
+        for user in view.users:
+            if ops.is_call(user, *_VIEWS):
+                views.append(user)
+                order_of_view[user] = _order(user, order)
+            elif ops.is_call(user, _aten.abs.default):
+                maxima |= {maximum: _Maximum.of(maximum, view, order) for maximum in user.users}
+            elif (scaled := _scaled_cast(view, user)) is not None:
+                scale, most, cast = scaled
+                found.add((scale, most, cast.meta["val"].dtype))
+                cast_of_view.setdefault(view, []).append(cast)
+            else:
+                return None
+    if len(found) != 1 or len(set(maxima.values())) != 1:
+        return None
+    ((scale, most, _),), maximum = found, next(iter(maxima.values()))
+    along, chain = None if maximum is None else maximum.along(value.dim()), _chain(scale, list(maxima))
+    if (
+        maximum is None
+        or along is None
+        or chain is None
+        or not (maximum.view is None or [*cast_of_view] == [maximum.view])
+    ):
+        return None
+    if along == "rows" and any(user not in chain for node in (*maxima, *chain[:-1]) for user in node.users):
+        return None  # scales of rows are gathered, and nothing that they are computed from
+    return ScaledRead(unshard, along, list(maxima), chain, most, cast_of_view)
+
+
+def _order(view: torch.fx.Node, order: _Order) -> _Order:
+    """Of a view of a view of this order."""
+    if ops.is_call(view, _aten.permute.default):
+        return tuple(order[dim] for dim in view.args[1])  # type: ignore[union-attr,index]
+    first, second = (0, -1) if ops.is_call(view, _aten.t.default) else view.args[1:3]
+    found = list(order)
+    found[first], found[second] = order[second], order[first]  # type: ignore[index]
+    return tuple(found)
+
+
+def _scaled_cast(view: torch.fx.Node, user: torch.fx.Node) -> tuple[torch.fx.Node, float, torch.fx.Node] | None:
+    """The scale, the bound, and the result, where `user` begins to scale and cast this value; None if it does not."""
+    source, node = view, user
+    if _is_cast_to(node, torch.float32):
+        source, node = node, _only_user(node)
+    if not ops.is_call(node, _aten.mul.Tensor) or source not in node.args:
+        return None
+    scale = node.args[1] if node.args[0] is source else node.args[0]
+    if not isinstance(scale, torch.fx.Node) or node.meta["val"].dtype != torch.float32:
+        return None
+    bounds, node = _bounds(_only_user(node))
+    if bounds is None or bounds[0] != -bounds[1]:
+        return None
+    value = node.meta["val"]
+    is_cast = ops.is_call(node, *CASTS) and forms.is_float8(value.dtype)
+    if not is_cast or value.stride() != view.meta["val"].stride():
+        return None
+    return scale, bounds[1], node
+
+
+def _bounds(node: torch.fx.Node) -> tuple[tuple[float, float] | None, torch.fx.Node]:
+    """What a clamp that begins here, in one node or in two, clamps to, and what reads its result."""
+    if ops.is_call(node, _aten.clamp.default) and len(node.args) == 3:
+        return (float(node.args[1]), float(node.args[2])), _only_user(node)  # type: ignore[arg-type]
+    above = _only_user(node)
+    if ops.is_call(node, _aten.clamp_min.default) and ops.is_call(above, _aten.clamp_max.default):
+        return (float(node.args[1]), float(above.args[1])), _only_user(above)  # type: ignore[arg-type]
+    return None, node
+
+
+def _only_user(node: torch.fx.Node) -> torch.fx.Node:
+    """What reads this, if that is one; the node itself, which nothing that is asked for is, if not."""
+    return next(iter(node.users)) if len(node.users) == 1 else node
+
+
+def _is_cast_to(node: torch.fx.Node, dtype: torch.dtype) -> bool:
+    return ops.is_call(node, *CASTS) and node.meta["val"].dtype == dtype
+
+
+def _chain(scale: torch.fx.Node, maxima: list[torch.fx.Node]) -> list[torch.fx.Node] | None:
+    """What computes the scale from these maxima alone, element by element, in order; None if it needs anything else."""
+    found: set[torch.fx.Node] = set()
+    sources = [scale]
+    for node in sources:
+        if node in maxima or node in found:
+            continue
+        is_computed = node.op == "call_function" and node.all_input_nodes and not analysis.is_random(node)
+        if not is_computed or not _is_elementwise(node) or node.meta["val"].shape != maxima[0].meta["val"].shape:
+            return None
+        found.add(node)
+        sources += node.all_input_nodes
+    return sorted(found) or None
+
+
+def _is_elementwise(node: torch.fx.Node) -> bool:
+    target = node.target
+    return ops.is_call(node, *CASTS) or (
+        isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    )
+
+
+def by(values: Sequence[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
+    """The values in lists of those with an equal key, in the order of the first."""
+    found: dict[Hashable, list[_T]] = {}
+    for value in values:
+        found.setdefault(key(value), []).append(value)
+    return list(found.values())
