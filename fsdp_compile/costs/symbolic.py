@@ -237,6 +237,8 @@ def _refuse_forms(graphs: Sequence[torch.fx.Graph]) -> None:
         is_integers = ops.is_call(node, ops.NARROW) and ops.argument(node, "dtype") == forms.MESSAGE
         if is_integers or ops.is_call(node, ops.ALL_TO_ALL):
             unit = ops.unit_of_bucket(ops.argument(node, "bucket"))
+            if any(ops.is_call(source, ops.SCALE) for source in node.all_input_nodes):
+                raise ConfigError(f"formulas have no weights that are gathered in float8, which {unit} has")
             raise ConfigError(f"formulas have no communication_dtype, which {unit} has: leave it out")
 
 

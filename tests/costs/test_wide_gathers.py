@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fsdp_compile import rewrite
-from fsdp_compile.costs import explain
+from fsdp_compile import ConfigError, rewrite
+from fsdp_compile.costs import explain, formulas_of
 from fsdp_compile.costs.wide_gathers import wide_gathers_of
 from fsdp_compile.costs.work import Work
 from tests.passes.test_commute_casts import WIDE, Part, Reader
@@ -39,6 +39,12 @@ def test_of_float8_too():
         lines = [line for line in str(explain([graphs])).splitlines() if "wide gather" in line]
         said = "cast to float8_e4m3fn behind its gather, 48 B more than need be, because more reads it than what scales"
         assert len(lines) == is_wide and all(said in line for line in lines)
+
+
+def test_formulas_are_refused_for_what_is_gathered_in_float8():
+    graphs = rewrite(Float8(), torch.ones(3, 4), world_size=2, auto_wrap_policy=[], reshard_after_forward=True)
+    with pytest.raises(ConfigError, match="formulas have no weights that are gathered in float8, which root has"):
+        formulas_of(graphs)
 
 
 NARROW = Reader(lambda x, weight: x @ weight.bfloat16())
