@@ -41,6 +41,7 @@ from .options import Options, options_of, taken, takes
 from .planning.step_plans import Goal
 from .planning.strategies import (
     Choice,
+    WorldSize,
     best_strategy,
     candidates,
     check_example_inputs,
@@ -277,7 +278,7 @@ _NOT_OF_GRAPHS = (
 def rewrite(
     model: nn.Module,
     *args: Any,
-    world_size: int | tuple[int, int] | DeviceMesh,
+    world_size: WorldSize,
     device: str | torch.device = "cpu",
     **kwargs: Any,
 ) -> RewrittenGraphs:
@@ -287,9 +288,9 @@ def rewrite(
     The model is not changed. Options are those of `fsdp_compile`; other keyword arguments go to the model.
 
     Args:
-        world_size: the number of ranks; a pair (replicas, ranks to shard over) for hybrid sharding; the mesh that
-            `fsdp_compile` would be given, where the model is on another dimension of it (tensor parallelism), as of a
-            process group of torch's "fake" backend.
+        world_size: the number of ranks; a pair (replicas, ranks to shard over) for hybrid sharding; the mesh, or the
+            map to meshes, that `fsdp_compile` would be given, where the model is on other dimensions as well (tensor
+            and expert parallelism), as of a process group of torch's "fake" backend.
         device: "cpu" or "cuda", for which a model on the meta device is traced. On "cuda", attention takes the kernels
             of the GPU; the process has a GPU, or emulates one (`fsdp-compile emulate`).
 

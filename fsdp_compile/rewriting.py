@@ -17,11 +17,13 @@ from .compiler.traces import Trace, Traces
 from .costs.hardware import Hardware
 from .errors import ConfigError
 from .graphs import RewrittenGraphs
-from .layout.buckets import NO_AXIS, Axes, Axis, Placement, lay_out
+from .layout.buckets import NO_AXIS, Axes, Axis
 from .layout.precision import install_casts
+from .layout.unit_meshes import find_meshes
 from .module.adoption import sharded_parts
 from .module.decide import decide
-from .module.decision import check_dense
+from .module.decision import check_dense, check_own_sizes
+from .module.layouts import layouts_of
 from .module.reading import reading_copy
 from .module.sharding import leeway_of, pipeline_of
 from .options import Options
@@ -78,29 +80,23 @@ def rewrite_for(
         traces: of this call, by these options for other strategies, ranks or hardware.
     """
     check_traced_on(device, model, (args, kwargs))
-    mesh = world_size if isinstance(world_size, DeviceMesh) else None
-    axes = _axes_of_size(world_size, options.strategy) if mesh is None else _axes_of_mesh(mesh, options.strategy)
+    main, own_meshes = find_meshes(model, world_size)
+    mesh = main if isinstance(main, DeviceMesh) else None
+    if own_meshes and mesh is None:
+        raise ConfigError('world_size: a map to meshes has one for the model itself, too, by the name ""')
+    axes = _axes_of_size(main, options.strategy) if mesh is None else _axes_of_mesh(mesh, options.strategy)
     if isinstance(model, nn.Module) and (parts := sharded_parts(model)):
         raise ConfigError(
             f"rewrite takes a model that is not sharded, and {next(iter(parts))} is: look at its `graphs`"
         )
-    decision = decide(model, options)
-    if decision.own_meshes:
+    decision = decide(model, options, own_meshes)
+    if decision.own_meshes and mesh is None:
         named = next(iter(decision.own_meshes))
-        raise ConfigError(f"shard_placement_fn returned a mesh for {named}, and rewrite has no ranks: return a Shard")
+        raise ConfigError(f"{named} has a mesh of its own, and world_size is no mesh: give the model one, too")
     if axes.everyone.size > 1:
         check_dense(model, set(decision.parameters.values()))
-    offload_from = torch.device(device) if options.offload.is_on else None
-    policies, dims = decision.precision.policy_of_parameter, decision.dim_of_parameter
-    placement = Placement(
-        axes,
-        options.reduction,
-        policies,
-        offload_from,
-        dims,
-        communication_of_unit=decision.communication_of_unit,
-    )
-    layouts = lay_out(decision.units, placement) if axes.everyone.size > 1 else []
+    check_own_sizes(decision, axes.shards.size)
+    layouts = layouts_of(decision, axes, torch.device(device)) if axes.everyone.size > 1 else []
     reshard = decision.with_shards(axes.shards.size).values()
     sizes = [size for size in reshard if not isinstance(size, bool)]
     parts_of_size = {size: Part(size, f"shard/{size}", 0) if mesh is None else part_of(mesh, size) for size in sizes}

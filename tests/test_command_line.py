@@ -46,6 +46,9 @@ def of_four(model, mesh):
         raise ValueError("4 ranks at most")
     parallelize(model, mesh)
 
+def unsplit(model, mesh):
+    return model
+
 def of_width(width):
     return nn.Linear(width, width)
 
@@ -121,6 +124,19 @@ def test_meshes_of_as_many_ranks_come_best_first(model, capsys):
     assert same == [by_split[2]]
 
 
+def test_experts_are_split_over_some_of_the_data_ranks(capsys):
+    """Their shards are as large as if they were sharded over all of these."""
+    model = str(ROOT / "examples" / "mixture.py:mixture_small")
+    arguments = [model, "--seq", "64", "--mesh", "dp=8", "dp=8,ep=4"]
+    rows = {row["mesh"].get("ep"): row for row in plan(capsys, *arguments)["plans"]}
+    assert {row["gpus"] for row in rows.values()} == {8}
+    assert [bool(row["model_collectives_seconds"]) for row in (rows[None], rows[4])] == [False, True]
+    held = [rows[split]["peak_bytes_by_category"] for split in (None, 4)]
+    assert held[0]["shards"] == held[1]["shards"]
+    main(["plan", *arguments])
+    assert "on collectives of expert parallelism" in capsys.readouterr().out
+
+
 def test_what_a_mesh_leaves_out_is_said(model, capsys):
     main(["plan", model, "--gpus", "16", "--mesh", "auto", "--parallelize", "of_four", "--global-batch", "8"])
     said = capsys.readouterr()
@@ -170,7 +186,13 @@ def test_what_does_not_fit_is_marked(model, capsys, tmp_path):
         (["{path}:small", "--gpus", "0"], "world_size is a positive int"),
         (
             ["{path}:small", "--mesh", "dp=4,tp"],
-            "or sizes of dp and tp, as in dp=32,tp=8; not 'dp=4,tp'",
+            "or sizes of dp, tp and ep, as in dp=32,tp=8; not 'dp=4,tp'",
+        ),
+        (["{path}:small", "--mesh", "dp=4,ep=3"], "the ranks of ep are some of those of dp, whose number they divide"),
+        (["{path}:small", "--mesh", "dp=4,ep=2", "--parallelize", "unsplit"], "nothing is split over it"),
+        (
+            ["{path}:small", "--mesh", "dp=16,ep=2", "--strategy", "HYBRID_SHARD", "--parallelize", "unsplit"],
+            "HYBRID_SHARD is for models whose experts are not split, and the mesh is dp=16,ep=2",
         ),
         (["{path}:small", "--mesh", "tp=4,dp=2"], "--mesh is auto, .* not 'tp=4,dp=2'"),
         (["{path}:small", "--mesh", "dp=4,tp=2", "--parallelize", "split"], "has no function 'split'"),

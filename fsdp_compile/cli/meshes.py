@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from ..costs.predict import bytes_text, time_text
 from ..errors import ConfigError
 
-_OTHERS = ("tp",)
+_NAMES = {"tp": "tensor", "ep": "expert"}  # of dimensions beside that of the data, and of their parallelism
 _SIZE = re.compile(r"(\w+)=([1-9]\d*)")
 
 
@@ -27,29 +28,39 @@ class MeshSizes:
 
     Attributes:
         data: ranks with rows of their own, which parameters are sharded over.
-        others: by name, without those of one rank. The ranks of the last one are neighbours.
+        tensor: neighbours that split the model.
+        experts: of the data ranks, how many neighbours split experts, which are sharded over the others.
     """
 
     data: int
-    others: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tensor: int = 1
+    experts: int = 1
 
     @classmethod
     def of(cls, text: str) -> MeshSizes:
-        """As in "dp=32,tp=8"; ConfigError for another text."""
+        """As in "dp=32,tp=8", or in "dp=32,ep=8" of as many ranks as dp; ConfigError for another text."""
         matches = [_SIZE.fullmatch(part) for part in text.split(",")]
         sizes = {match[1]: int(match[2]) for match in matches if match is not None}
-        if len(sizes) < len(matches) or next(iter(sizes)) != "dp" or not set(sizes) <= {"dp", *_OTHERS}:
-            raise ConfigError(f"--mesh is auto, or sizes of dp and tp, as in dp=32,tp=8; not {text!r}")
-        data = sizes.pop("dp")
-        return cls(data, {name: size for name, size in sizes.items() if size > 1})
+        if len(sizes) < len(matches) or next(iter(sizes)) != "dp" or not set(sizes) <= {"dp", *_NAMES}:
+            raise ConfigError(f"--mesh is auto, or sizes of dp, tp and ep, as in dp=32,tp=8; not {text!r}")
+        found = cls(sizes["dp"], sizes.get("tp", 1), sizes.get("ep", 1))
+        if found.data % found.experts:
+            raise ConfigError(f"--mesh {text}: the ranks of ep are some of those of dp, whose number they divide")
+        return found
 
     @property
     def num_ranks(self) -> int:
-        return self.data * math.prod(self.others.values())
+        return self.data * self.tensor
 
     @property
     def by_name(self) -> dict[str, int]:
-        return {"dp": self.data, **self.others}
+        """Without those of one rank, but for the data."""
+        others = {"tp": self.tensor, "ep": self.experts}
+        return {"dp": self.data, **{name: size for name, size in others.items() if size > 1}}
+
+    @property
+    def splits_model(self) -> bool:
+        return self.tensor > 1 or self.experts > 1
 
     def batches(self, global_batch: int) -> list[int]:
         """Rows of a data rank where all have as many; nothing otherwise."""
@@ -82,36 +93,56 @@ def mesh_of_fakes(sizes: MeshSizes, shards: int | None) -> Iterator[tuple[Device
     """The mesh, and its part that parameters are sharded over; this process takes the place of its first rank.
 
     The group is torch's "fake" one, which sends nothing. A loss of logits that are split is computed in parts
-    (torch's `loss_parallel`).
+    (torch's `loss_parallel`). Where experts are split, the mesh has the data ranks twice: as dp, and as (efsdp, ep).
 
     Args:
         shards: of the data ranks, how many share the parameters, which the others have copies of; None for all.
     """
     if dist.is_initialized():
         raise ConfigError("--mesh needs a process group of its own, and the file has initialised one")
-    data = {"dp": sizes.data} if shards is None else {"dp_replicate": sizes.data // shards, "dp_shard": shards}
-    dims = {**data, **sizes.others}
+    data = {"dp": sizes.data}
+    if sizes.experts > 1:
+        if shards is not None:
+            raise ConfigError(f"HYBRID_SHARD is for models whose experts are not split, and the mesh is {sizes}")
+        data = {"efsdp": sizes.data // sizes.experts, "ep": sizes.experts}
+    elif shards is not None:
+        data = {"dp_replicate": sizes.data // shards, "dp_shard": shards}
+    dims = {**data, **({"tp": sizes.tensor} if sizes.tensor > 1 else {})}
     dist.init_process_group("fake", rank=0, world_size=sizes.num_ranks)
     try:
         root = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
-        with loss_parallel() if sizes.others else nullcontext():
-            yield root, root[tuple(data)]
+        of_data = root[tuple(data)]
+        with loss_parallel() if sizes.tensor > 1 else nullcontext():
+            yield root, of_data if sizes.experts == 1 else of_data._flatten("dp")
     finally:
         dist.destroy_process_group()
 
 
-def dims_of_groups(root: DeviceMesh) -> dict[str, str]:
-    """The names of the mesh's dimensions, by those of their process groups."""
-    return {root.get_group(dim).group_name: dim for dim in root.mesh_dim_names or ()}
+def meshes_of_modules(model: nn.Module, root: DeviceMesh, data: DeviceMesh) -> DeviceMesh | dict[str, DeviceMesh]:
+    """What to shard a model over that is split: the data ranks, and experts that are split over the others of these."""
+    if "ep" not in (root.mesh_dim_names or ()):
+        return data
+    names = {
+        name.rpartition(".")[0]
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+    }
+    if not names:
+        raise ConfigError("no parameter is a DTensor on the dimension ep, so that nothing is split over it")
+    return {"": data, **dict.fromkeys(names, root["efsdp"])}
+
+
+def dims_of_groups(root: DeviceMesh, data: DeviceMesh) -> dict[str, str]:
+    """The names of the dimensions of a mesh, and of the data ranks in it, by those of their process groups."""
+    return {mesh.get_group(dim).group_name: dim for mesh in (root, data) for dim in mesh.mesh_dim_names or ()}
 
 
 def notes_on_meshes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each number of GPUs, a sentence on what tensor parallelism wins or loses; best rows come first."""
+    """For each number of GPUs, a sentence on what splitting the model wins or loses; best rows come first."""
     found = []
     for gpus, of_gpus in itertools.groupby(rows, key=lambda row: row["gpus"]):
         best, *others = of_gpus
-        is_split = "tp" in best["mesh"]
-        other = next((row for row in others if ("tp" in row["mesh"]) != is_split), None)
+        other = next((row for row in others if row["mesh"].keys() != best["mesh"].keys()), None)
         if other is not None:
             found.append(f"{gpus} GPUs: {_text(best)}; {_text(other)}.")
     return found
@@ -121,7 +152,8 @@ def _text(row: Mapping[str, Any]) -> str:
     waits, own, all_seconds = row["exposed_seconds"], row["model_collectives_seconds"], row["seconds"]
     parts = [f"waits for gathers and reductions for {waits / all_seconds:.0%} of its {time_text(all_seconds)}"]
     if own:
-        parts.append(f"spends {own / all_seconds:.0%} of it on collectives of tensor parallelism")
+        kinds = " and ".join(kind for name, kind in _NAMES.items() if name in row["mesh"])
+        parts.append(f"spends {own / all_seconds:.0%} of it on collectives of {kinds} parallelism")
     if not row["fits"]:
         parts.append(f"does not fit with {bytes_text(row['peak_bytes'])}")
     speed = f"{row['tokens_per_second_per_gpu']:.0f} tokens/s"

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -26,7 +27,15 @@ from ..planning.step_plans import Goal
 from ..planning.strategies import WorldSize, best_strategy, candidates
 from ..report import Schedule, page
 from ..rewriting import Rewriter
-from .meshes import MeshSizes, dims_of_groups, mesh_of_fakes, mesh_text, named_meshes, notes_on_meshes
+from .meshes import (
+    MeshSizes,
+    dims_of_groups,
+    mesh_of_fakes,
+    mesh_text,
+    meshes_of_modules,
+    named_meshes,
+    notes_on_meshes,
+)
 from .models import Functions, load, made_on_meta
 
 _GIB = 2**30
@@ -36,17 +45,21 @@ _WIDTH, _WIDTH_OF_MESHES = 110, 130  # columns that the table needs
 def plan(options: argparse.Namespace) -> None:
     hardware = find_hardware(options.hardware)
     steps = list(_steps(options, hardware))
-    is_split = any(step.mesh.others for step in steps)
+    is_split = any(step.mesh.splits_model for step in steps)
     functions = load(options.model, options.inputs, options.parallelize if is_split else None)
     rows, schedules, notes = [], [], []
     rewriters: dict[int, Rewriter] = {}
     for step in steps:
         print(f"planning {step.text(options.seq)}", file=sys.stderr)
-        with step.ranks(hardware) as (root, world_size), _leaving_out(step):
+        with step.ranks(hardware) as (root, ranks), _leaving_out(step):
+            dims: Mapping[str, str] = {}
+            world_size: WorldSize = ranks
             if root is not None or step.batch not in rewriters:
-                rewriters[step.batch] = _rewriter(functions, step, options, root)
+                model, rewriters[step.batch] = _rewriter(functions, step, options, root)
+                if root is not None and isinstance(ranks, DeviceMesh):
+                    dims, world_size = dims_of_groups(root, ranks), meshes_of_modules(model, root, ranks)
             prediction, chosen, reason = _predicted(step, rewriters[step.batch], world_size, hardware, options)
-            rows.append(_row(prediction, chosen, options.seq, {} if root is None else dims_of_groups(root)))
+            rows.append(_row(prediction, chosen, options.seq, dims))
             notes += [reason] if reason else []
             if options.html:
                 title = f"{chosen.text(options.seq)}, on {hardware.name}"
@@ -126,9 +139,11 @@ def _steps(options: argparse.Namespace, hardware: Hardware) -> Iterator[_Step]:
             yield _Step(mesh, batch, strategy, bool(options.mesh), "auto" in options.mesh)
 
 
-def _rewriter(functions: Functions, step: _Step, options: argparse.Namespace, root: DeviceMesh | None) -> Rewriter:
-    model, inputs = made_on_meta(functions, step.batch, options, root if step.mesh.others else None)
-    return Rewriter(model, tuple(inputs), {}, Options(collective_lowering=options.lowering))
+def _rewriter(
+    functions: Functions, step: _Step, options: argparse.Namespace, root: DeviceMesh | None
+) -> tuple[nn.Module, Rewriter]:
+    model, inputs = made_on_meta(functions, step.batch, options, root if step.mesh.splits_model else None)
+    return model, Rewriter(model, tuple(inputs), {}, Options(collective_lowering=options.lowering))
 
 
 def _predicted(

@@ -64,6 +64,11 @@ class Decision:
         """What the parameters on the model's mesh were distributed over before."""
         return distribution_mesh(next(self.by_mesh())[1])
 
+    @property
+    def has_scalars(self) -> bool:
+        """Whether a parameter has no dimension, so that every rank keeps it whole."""
+        return any(parameter.dim() == 0 for parameter in self.parameters.values())
+
     def mesh_of(self, name: str) -> DeviceMesh | None:
         """Of a parameter."""
         own = self.own_meshes.get(name)
@@ -137,7 +142,12 @@ def check_own_meshes(decision: Decision) -> None:
             raise ConfigError(f"{name}: {e}") from e
         if decision.mesh is None and own.mesh.size() > 1:
             raise ConfigError(f"{name} is to be sharded on {own.mesh}, and the model on a single rank")
-    reshard = decision.with_shards(num_shards_of(decision.mesh))
+    check_own_sizes(decision, num_shards_of(decision.mesh))
+
+
+def check_own_sizes(decision: Decision, num_shards: int) -> None:
+    """Raise ConfigError if a unit stays with a part of the ranks, and a parameter of it is on a mesh of its own."""
+    reshard = decision.with_shards(num_shards)
     for unit in decision.units:
         named = [name for name, _ in unit.parameters if name in decision.own_meshes]
         if named and not isinstance(value := reshard.get(unit.name, True), bool):

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from ..layout.buckets import Layout, OwnAxes, Placement, lay_out
 from ..layout.distribution import distribution_mesh, local_part
 from ..layout.options import OffloadConfig
 from ..layout.precision import install_casts
@@ -24,6 +23,7 @@ from ..runtime.optimizers import note_replacement
 from ..runtime.reads import LocalRead, Read
 from ..runtime.recomputation import checkpoint_in_forward
 from .decision import Decision
+from .layouts import layouts_of
 from .own_units import OwnUnits
 from .reading import Running, install_reads
 from .sharding import Sharding
@@ -117,7 +117,8 @@ def _replace_parameters(model: nn.Module, decision: Decision, mesh: DeviceMesh, 
         values.broadcast(model.buffers())
     read_of_parameter: dict[nn.Parameter, Read | LocalRead] = {}
     sharded_of_original = {}
-    for layout in _layouts(decision, mesh):
+    axes = axes_of(mesh, decision.options.strategy, has_scalars=decision.has_scalars)
+    for layout in layouts_of(decision, axes, decision.compute_device):
         originals = [decision.parameters[slot.parameter] for slot in layout.slots]
         first_owners = [owners[original][0] for original in originals]
         tensors = [values.of(original, *owner) for original, owner in zip(originals, first_owners, strict=True)]
@@ -145,28 +146,6 @@ def _device_of_shard(device: torch.device, decision: Decision) -> torch.device:
     if decision.options.offload.is_on:
         return torch.device("cpu")
     return decision.compute_device if device.type == "cpu" else device
-
-
-def _layouts(decision: Decision, mesh: DeviceMesh) -> list[Layout]:
-    has_scalars = any(parameter.dim() == 0 for parameter in decision.parameters.values())
-    own_axes = {
-        own: OwnAxes(
-            own.label,
-            axes_of(own.mesh, decision.options.strategy, has_scalars=has_scalars),
-            mesh.size() if own.has_mean_of_model else None,
-        )
-        for own in dict.fromkeys(decision.own_meshes.values())
-    }
-    placement = Placement(
-        axes_of(mesh, decision.options.strategy, has_scalars=has_scalars),
-        decision.options.reduction,
-        decision.precision.policy_of_parameter,
-        decision.compute_device if decision.options.offload.is_on else None,
-        decision.dim_of_parameter,
-        {name: own_axes[own] for name, own in decision.own_meshes.items()},
-        decision.communication_of_unit,
-    )
-    return lay_out(decision.units, placement)
 
 
 class _Values:

@@ -24,7 +24,7 @@ from ..runtime.agreement import agreement_of
 from ..runtime.comparison import Line
 from .step_plans import Goal
 
-WorldSize = int | tuple[int, int] | DeviceMesh
+WorldSize = int | tuple[int, int] | DeviceMesh | Mapping[str, DeviceMesh]
 
 _SIMPLE = 1.01  # strategies within this factor are as fast as each other; then the simpler one is better
 _IN_ORDER = (  # from the simplest

@@ -1,7 +1,10 @@
 """Units on a mesh of their own: experts that are split over some of the ranks, and sharded over the others."""
 
 import copy
+import dataclasses
 import io
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +25,9 @@ from tests.distributed.test_at_hand import planning_by_default
 from tests.distributed.training import CLOSE, STEPS, adamw
 from tests.models import DEVICE
 from tests.ranks import on_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import mixture
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 6, 5, 4, 7
 
@@ -194,6 +200,32 @@ def assert_trains_as_the_whole_model(model):
 @on_ranks(4)
 def test_experts_on_a_mesh_of_their_own_train_as_the_whole_model(world_size, make):
     assert_trains_as_the_whole_model(make())
+
+
+@on_ranks(4)
+def test_a_mixture_that_exchanges_equal_parts(world_size):
+    """That of the example, with room for all tokens; its attention computes alike on all ranks."""
+    config = dataclasses.replace(mixture.SMALL, capacity=mixture.SMALL.experts / mixture.SMALL.active)
+    torch.manual_seed(0)
+    expected = mixture.Decoder(config)
+    root = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model = mixture.parallelize(copy.deepcopy(expected), root)
+    model = fsdp_compile(model, {"": root._flatten("dp"), "*.experts": root["efsdp"]}, backend="aot_eager")
+    optimizers = adamw(model.parameters()), adamw(expected.parameters())
+    for step in STEPS:
+        torch.manual_seed(step)
+        tokens, targets = torch.randint(config.vocab, (2, world_size, 1, 8))
+        losses = model(tokens[dist.get_rank()], targets[dist.get_rank()]), expected(tokens[:, 0], targets[:, 0])
+        for loss in losses:
+            loss.backward()
+        mean = losses[0].detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / world_size, losses[1].detach(), **CLOSE)
+        for (name, parameter), value in zip(model.named_parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), value.grad, **CLOSE, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @on_ranks(4)
