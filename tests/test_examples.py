@@ -190,6 +190,11 @@ def test_llama_is_rewritten_on_the_meta_device() -> None:
     assert "all_gather layers.1" in output and "world size 64" in output
 
 
+def test_a_mixture_of_experts_is_rewritten_on_the_meta_device() -> None:
+    output = run(f"{PYTHON} examples/mixture.py")
+    assert "all_to_all_single" in output and "all_gather layers.1/bfloat16.on_efsdp" in output
+
+
 def test_llama3_8b_has_its_number_of_parameters() -> None:
     model = llama.llama3_8b()
     assert sum(parameter.numel() for parameter in model.parameters()) == 8_030_261_248
