@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from ..api import fsdp_compile, shard
 from ..checks import listed
 from ..compiler.options import CompileConfig
 from ..errors import ConfigError
+from ..module.adoption import sharded_around
 from ..module.sharded_module import become_sharded_together
 from ..module.sharding import is_sharded, sharding_of
 from .data_dims import on_data_dims
@@ -47,16 +49,19 @@ def fully_shard(
     all of it are read as such, and plain tensors are each rank's of those.
 
     Args:
-        module: or a list of modules, whose parameters become one unit of the model that holds them. Until that is
+        module: or a list of modules, whose parameters become one unit of the model that holds them, but for modules
+            that were sharded with one around them, of which a warning says that they stay there. Until that model is
             sharded, they run in eager.
 
     Raises:
-        ConfigError: as `fsdp_compile`; and for an empty list, or one of a module that is sharded already.
+        ConfigError: as `fsdp_compile`; and for an empty list, or one of a module that is sharded by itself already.
     """
     CompileConfig(backend)  # of a list, nothing is compiled by itself
     ignored = [] if ignored_params is None else listed("ignored_params", ignored_params, "parameters")
     whole: nn.Module = module if isinstance(module, nn.Module) else nn.ModuleList(_outermost(module))
     is_list = whole is not module
+    if not list(whole.children()) and is_list:
+        return module
     apply: Callable[..., nn.Module] = shard if is_list else partial(fsdp_compile, backend=backend)
     members = [name for name, _ in whole.named_children()]
     held = set(whole.parameters())
@@ -81,11 +86,25 @@ fully_shard.state = torchs_fully_shard.state  # type: ignore[attr-defined]
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules of the list that are in no other of them."""
+    """The modules of the list that are in no other of them, and were not sharded with one around them."""
     if not isinstance(modules, Sequence) or not modules or not all(isinstance(item, nn.Module) for item in modules):
         raise ConfigError(f"fully_shard takes a module or a list of modules, not {modules!r}")
     for item in modules:
         if is_sharded(item):
             raise ConfigError(f"fully_shard: a {type(item).__name__} of the list is sharded already")
     inner = {below for item in modules for below in item.modules() if below is not item}
-    return [item for item in dict.fromkeys(modules) if item not in inner]
+    outermost = [item for item in dict.fromkeys(modules) if item not in inner]
+    around = [item for item in outermost if _is_sharded_around(item)]
+    if around:
+        named = ", ".join(type(item).__name__ for item in around)
+        warnings.warn(
+            f"fully_shard: sharded with a module around them, and left there with the options of that: {named}",
+            stacklevel=3,
+        )
+    return [item for item in outermost if item not in around]
+
+
+def _is_sharded_around(module: nn.Module) -> bool:
+    """Whether all that a module holds was sharded with one around it."""
+    held = dict(module.named_parameters())
+    return bool(held) and sharded_around(module, {}).keys() >= held.keys()

@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from ..errors import ConfigError
 from ..module.full_parameters import SummonOptions, summon
-from ..module.sharded_module import ShardedMethods
+from ..module.sharded_module import ShardedMethods, has_itself
 from ..module.sharding import Sharding, is_sharded, sharding_around, sharding_of
 
 _MARK = "_fsdp_wrapped"
@@ -28,7 +28,7 @@ def mark(modules: Collection[nn.Module], attributes: dict[str, Any]) -> None:
     """Mark modules that were sharded as wrapped, and give them FSDP1's attributes, but for names that they have."""
     for module in modules:
         vars(module)[_MARK] = True
-        vars(module).update({name: value for name, value in attributes.items() if not hasattr(module, name)})
+        vars(module).update({name: value for name, value in attributes.items() if not has_itself(module, name)})
 
 
 def was_wrapped(module: nn.Module) -> bool:

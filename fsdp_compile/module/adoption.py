@@ -53,6 +53,22 @@ def adopted_parameters(model: nn.Module, parts: Mapping[str, nn.Module]) -> set[
     return {parameter for part in parts.values() for parameter in part.parameters()} | shared
 
 
+def sharded_around(model: nn.Module, parts: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of modules, none of the parts', that were sharded with a module around `model`; by name."""
+    inside = {module for part in parts.values() for module in part.modules()}
+    return {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and module not in inside and _is_sharded(module, name, parameter)
+    }
+
+
+def _is_sharded(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter of this module is one of a sharding, on several ranks or on a single one."""
+    return name in vars(module).get("_fsdp_reads", {}) or getattr(parameter, "fsdp_sharding", None) is not None
+
+
 def common_mesh(parts: Mapping[str, nn.Module]) -> DeviceMesh | None:
     """The mesh of the parts; of several, the one that has the ranks of all.
 

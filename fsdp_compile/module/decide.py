@@ -18,7 +18,7 @@ from ..layout.unit_meshes import OwnMesh
 from ..layout.units import Unit, find_units
 from ..options import Options
 from ..runtime.wrappers import refuse_wrapped
-from .adoption import adopted_parameters, check_not_ignored, sharded_parts
+from .adoption import adopted_parameters, check_not_ignored, sharded_around, sharded_parts
 from .decision import Decision, check_modules
 from .newcomers import newcomers, refuse
 from .sharding import sharding_of
@@ -69,6 +69,11 @@ def check_model(model: object, ignored: Sequence[nn.Parameter]) -> dict[str, nn.
         refuse([f"{name}.{inner}" for inner, parameter in came.items() if parameter not in set(ignored)], name)
     left_out = {*ignored, *adopted_parameters(model, parts)}
     parameters = {name: value for name, value in model.named_parameters() if value not in left_out}
+    if around := sharded_around(model, parts).keys() & parameters.keys():
+        raise ConfigError(
+            f"{min(around)} is sharded already, with a module around {type(model).__name__}: shard modules from the "
+            "inside to the outside"
+        )
     refuse_wrapped(model, set(parameters.values()))
     check_parameters(parameters)
     check_modules(model, set(parameters.values()))

@@ -33,7 +33,7 @@ def mark_pretrained(model: nn.Module, num_ranks: int) -> None:
     """Tell transformers, of its models that are `model` or in it, that they are sharded."""
     _read_parts_where_transformers_would()
     _sum_where_transformers_would(model)
-    for module in _outermost_pretrained(model):
+    for module in outermost_pretrained(model):
         vars(module).update({_LOADED: True, "_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True})
         if getattr(module.config, "distributed_config", None) is None:
             from transformers.distributed import DistributedConfig
@@ -78,12 +78,13 @@ def _sum_where_transformers_would(model: nn.Module) -> None:
                 module.forward = original
 
 
-def _outermost_pretrained(module: nn.Module) -> Iterator[nn.Module]:
+def outermost_pretrained(module: nn.Module) -> Iterator[nn.Module]:
+    """The models of transformers that are `module` or in it, and in no other of them."""
     if hasattr(type(module), _LOADED):
         yield module
         return
     for child in module.children():
-        yield from _outermost_pretrained(child)
+        yield from outermost_pretrained(child)
 
 
 def saving_whole(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +113,7 @@ def saving_whole(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _as_if_unsharded(model: nn.Module) -> Iterator[None]:
     """transformers would gather on every rank what one rank has whole already."""
-    configs = [module.config for module in _outermost_pretrained(model)]
+    configs = [module.config for module in outermost_pretrained(model)]
     before = [config.distributed_config for config in configs]  # type: ignore[union-attr]
     for config in configs:
         config.distributed_config = None  # type: ignore[union-attr]

@@ -33,10 +33,12 @@ from .full_parameters import SummonOptions, summon
 from .loading import shard_state
 from .optimizer_in_backward import OptimizerInBackward, step_in_backward
 from .own_units import OwnUnits, own_units_below
-from .pretrained import saving_whole
+from .pretrained import outermost_pretrained, saving_whole
 from .reading import Generated, generated_subclass, is_reading, original_class
 from .sharding import Sharding, note_sharding, sharding_of
 from .unit_state import note_state
+
+_SAVING = "save_pretrained"  # of models of transformers, and of peft
 
 
 def become_sharded(model: nn.Module) -> None:
@@ -45,9 +47,12 @@ def become_sharded(model: nn.Module) -> None:
     if is_reading(model):
         gained["forward"] = _within(type(model).forward, is_call=True)
     written: Any = type(model)
-    if hasattr(written, "save_pretrained"):
-        gained["save_pretrained"] = saving_whole(written.save_pretrained)
+    if hasattr(written, _SAVING):
+        gained[_SAVING] = saving_whole(getattr(written, _SAVING))
     model.__class__ = generated_subclass(type(model), gained, ShardedModule, FSDPModule)
+    for module in outermost_pretrained(model):
+        if module is not model and _SAVING not in vars(type(module)).get("_fsdp_methods", {}):
+            gain_methods(module, {_SAVING: saving_whole(getattr(type(module), _SAVING))})
     note_state(model)
 
 
@@ -56,8 +61,14 @@ def _gained(model: nn.Module, *sources: type) -> dict[str, Any]:
         name: value
         for source in sources
         for name, value in vars(source).items()
-        if not name.startswith("__") and not hasattr(model, name)
+        if not name.startswith("__") and not has_itself(model, name)
     }
+
+
+def has_itself(module: nn.Module, name: str) -> bool:
+    """Whether the module itself has this: those of torch.compile and peft also give what the one inside has."""
+    held = (vars(module), module._parameters, module._buffers, module._modules)
+    return hasattr(type(module), name) or any(name in each for each in held)
 
 
 def become_sharded_together(modules: Sequence[nn.Module], sharding: Sharding) -> None:
@@ -92,7 +103,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make a method other than `forward` one in which parameters read as full tensors, as `forward` is.
 
     Args:
-        module: a sharded model or a part of one; with any other there is nothing to do.
+        module: a sharded model or a part of one, or what torch.compile returned for it; with any other there is
+            nothing to do.
         method_name: of a method that the class of `module` defines. It runs without being compiled; the compiled model
             may be called within it.
 
@@ -101,6 +113,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module is an nn.Module, not {type(module).__name__}")
+    module = getattr(module, "_orig_mod", module)  # torch.compile's module calls the methods of the one inside
     method = inspect.getattr_static(type(module), method_name, None)
     if not inspect.isfunction(method):
         raise ConfigError(f"{type(module).__name__} defines no method {method_name!r}")

@@ -156,6 +156,31 @@ def test_modules_in_a_list_cast_what_they_are_called_with(world_size):
 
 
 @on_ranks(2)
+def test_modules_in_a_list_that_were_sharded_with_one_around_them_stay_there(world_size):
+    """As accelerate's policy by size and the last norm and head, which it shards together afterwards."""
+    model = build("gpt")
+    fully_shard(model.blocks)
+    block = model.blocks[0]
+    for parts in ([block.mlp_norm, model.norm], [block.up, block.down]):
+        with pytest.warns(UserWarning, match="sharded with a module around them, and left there"):
+            assert fully_shard(parts, reshard_after_forward=False) is parts
+    fully_shard(model)
+    assert_trains_as(model, build("gpt"))
+    assert gathered_units(model.graphs[0].forward) == ["root", "blocks", "norm"]
+
+
+@on_ranks(1, 2)
+def test_what_was_sharded_with_a_module_around_it_is_not_sharded_again(world_size):
+    model = build("gpt")
+    fully_shard(model.blocks[0])
+    for again in (fully_shard, fsdp_compile):
+        with pytest.raises(ConfigError, match="bias is sharded already, with a module around Linear: shard modules"):
+            again(model.blocks[0].up)
+    fully_shard(model)
+    assert_trains_as(model, build("gpt"))
+
+
+@on_ranks(2)
 def test_lists_that_are_refused(world_size):
     model = build("gpt")
     with pytest.raises(ConfigError, match="a module or a list of modules"):

@@ -82,6 +82,34 @@ def test_models_share_their_streams_whoever_asks(world_size):
         step(model)
 
 
+class Forwarding(nn.Module):
+    """As those of torch.compile and peft: it also has what the model inside has."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args):
+        return self.inner(*args)
+
+
+@on_ranks(1, 2)
+def test_a_module_that_forwards_to_the_one_inside_has_methods_of_its_own(world_size):
+    model = fully_shard(Forwarding(fully_shard(build("odd_mlp"))))
+    model.set_requires_gradient_sync(False)
+    model(*batch_of_rank(model, 0)).backward()
+    model.set_requires_gradient_sync(True)
+    assert (model.inner.layers[0].weight.grad is None) == (world_size > 1)
+    model.zero_grad()
+    assert model.graphs and not hasattr(type(model.inner), "graphs")
+
+
 @on_ranks(1, 2)
 def test_sharded_modules_are_fsdp_modules_of_torch(world_size):
     model = sharded_blocks()

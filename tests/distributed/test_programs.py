@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_compile import ConfigError, register_fsdp_forward_method, shard
+from fsdp_compile import ConfigError, fsdp_compile, register_fsdp_forward_method, shard
 from tests.distributed.test_modules import ReadsItsSibling, assert_trains_as
 from tests.distributed.training import (
     assert_close,
@@ -374,6 +374,20 @@ def test_a_method_that_was_registered_before_the_model_was_sharded_around_it(wor
     assert not hasattr(model.parts[0], "graphs")
     assert_gradients_of(decode, model, expected)
     assert_trains_as(model, expected)
+
+
+@on_ranks(2)
+def test_a_registered_method_of_what_torch_compile_returned(world_size):
+    """As transformers' Trainer has it with torch_compile=True."""
+    model, expected = fsdp_compile(made(Methods), backend="aot_eager"), made(Methods)
+    compiled = torch.compile(model, backend="aot_eager")
+    register_fsdp_forward_method(compiled, "encode")
+
+    def encode(network, x, target):
+        return (compiled if network is model else network).encode(x).square().mean()
+
+    assert_gradients_of(encode, model, expected)
+    assert_trains_as(compiled, expected)
 
 
 @both_front_ends

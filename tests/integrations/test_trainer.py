@@ -170,3 +170,42 @@ def test_from_pretrained_shards_while_it_loads(world_size, tmp_path):
     assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
     model.save_pretrained(tmp_path / "saved")
     assert loss_of(tmp_path / "saved") == pytest.approx(loss_of(tmp_path / "checkpoint"))
+
+
+@on_ranks(2)
+def test_a_trainer_that_compiles_what_it_shards_by_size(world_size, tmp_path):
+    """accelerate shards what torch.compile returned; the method by which it is saved is that of the model inside."""
+    config = {**CONFIG, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000}
+    with as_launched(), surroundings("install"), pytest.warns(UserWarning, match="left there"):
+        options = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no", "fsdp": True, "fsdp_config": config}
+        options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+        trainer = trainer_of(build(), tmp_path, world_size, **options)
+        trainer.train()
+        trainer.save_model(tmp_path / "last")
+    with as_launched():
+        row = Rows(1, seed=7)[0]["input_ids"][None]
+        loss = trainer.model(input_ids=row, labels=row).loss.item()
+    assert loss_of(tmp_path / "last") == pytest.approx(loss, abs=1e-5)
+
+
+@on_ranks(2)
+def test_a_model_inside_another_is_saved_whole(world_size, tmp_path):
+    class Wrapper(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build()
+
+        def forward(self, row: torch.Tensor) -> torch.Tensor:
+            return self.inner(input_ids=row, labels=row).loss
+
+    row = Rows(1, seed=7)[0]["input_ids"][None]
+    model = fsdp_compile(Wrapper(), backend="aot_eager")
+    expected = model(row).item()
+    model.inner.save_pretrained(tmp_path / "by_all")
+    state = model.inner.state_dict()
+    full = {name: value.full_tensor() for name, value in state.items()}
+    if dist.get_rank() == 0:
+        model.inner.save_pretrained(tmp_path / "by_one", state_dict=full)
+    dist.barrier()
+    for folder in ("by_all", "by_one"):
+        assert loss_of(tmp_path / folder) == pytest.approx(expected, abs=1e-5)
