@@ -80,7 +80,7 @@ def rewrite_for(
         traces: of this call, by these options for other strategies, ranks or hardware.
     """
     check_traced_on(device, model, (args, kwargs))
-    main, own_meshes = find_meshes(model, world_size)
+    main, own_meshes = find_meshes(model, world_size, argument="world_size")
     mesh = main if isinstance(main, DeviceMesh) else None
     if own_meshes and mesh is None:
         raise ConfigError('world_size: a map to meshes has one for the model itself, too, by the name ""')

@@ -31,12 +31,15 @@ class OwnMesh:
         return "_".join(self.mesh.mesh_dim_names or map(str, self.mesh.shape))
 
 
-def find_meshes(model: nn.Module, mesh: object) -> tuple[DeviceMesh | None, dict[str, OwnMesh]]:
+def find_meshes(
+    model: nn.Module, mesh: object, *, argument: str = "mesh"
+) -> tuple[DeviceMesh | None, dict[str, OwnMesh]]:
     """What the argument `mesh` means for `model`: its mesh, and those of parameters that have another, by name.
 
     Args:
         mesh: a DeviceMesh, or None for all ranks; or a map to meshes from globs over module names, the root's being "".
             A parameter has the mesh of the innermost module that the map mentions, the last entry of those that match.
+        argument: its name, for errors.
 
     Raises:
         ConfigError: an entry is no mesh, or matches no module.
@@ -46,10 +49,12 @@ def find_meshes(model: nn.Module, mesh: object) -> tuple[DeviceMesh | None, dict
     mesh_of_module: dict[str, DeviceMesh] = {}
     for glob, each in mesh.items():
         if not isinstance(glob, str) or not isinstance(each, DeviceMesh):
-            raise ConfigError(f"mesh: a map goes from globs over module names to DeviceMeshes, not {glob!r}: {each!r}")
+            raise ConfigError(
+                f"{argument}: a map goes from globs over module names to DeviceMeshes, not {glob!r}: {each!r}"
+            )
         names = [name for name, _ in model.named_modules() if is_named(name, glob)]
         if not names:
-            raise ConfigError(f"mesh: no module of the model matches {glob!r}")
+            raise ConfigError(f"{argument}: no module of the model matches {glob!r}")
         mesh_of_module |= dict.fromkeys(names, each)
     main = mesh_of_module.pop("", None)
     found = {
