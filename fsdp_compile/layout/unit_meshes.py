@@ -49,9 +49,8 @@ def find_meshes(
     mesh_of_module: dict[str, DeviceMesh] = {}
     for glob, each in mesh.items():
         if not isinstance(glob, str) or not isinstance(each, DeviceMesh):
-            raise ConfigError(
-                f"{argument}: a map goes from globs over module names to DeviceMeshes, not {glob!r}: {each!r}"
-            )
+            wanted = "a map goes from globs over module names to DeviceMeshes"
+            raise ConfigError(f"{argument}: {wanted}, not {glob!r}: {each!r}")
         names = [name for name, _ in model.named_modules() if is_named(name, glob)]
         if not names:
             raise ConfigError(f"{argument}: no module of the model matches {glob!r}")
