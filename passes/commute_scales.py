@@ -13,7 +13,8 @@ whole on their ranks: each computes the scales of its own, and all gather these.
 same message as before.
 
 A parameter stays wide where anything else reads it, such as the backward that it is kept for. So does a bucket that
-would not lose a quarter of its bytes, and one whose shard is not on the device of the computation.
+would not lose a quarter of its bytes, one of which a part is kept for the backward, and one whose shard is not on the
+device of the computation.
 """
 
 from __future__ import annotations

@@ -120,9 +120,10 @@ class _Maximum:
 def _scaled_read(unshard: torch.fx.Node) -> ScaledRead | None:
     shard, value = ops.argument(unshard, "shard"), unshard.meta["val"]
     is_whole = ops.argument(unshard, "world_size") == 1 or metadata.kept_part(shard) is not None
+    is_parted = any(ops.is_call(user, ops.PART) for user in shard.users)  # which gathers a part that is kept
     is_elsewhere = shard.meta["val"].device != value.device
     is_double = shard.meta["val"].dtype.itemsize > torch.float32.itemsize  # others of the shard would lose bits
-    if is_whole or is_elsewhere or is_double or ops.argument(unshard, "gather_form"):
+    if is_whole or is_parted or is_elsewhere or is_double or ops.argument(unshard, "gather_form"):
         return None
     maxima: dict[torch.fx.Node, _Maximum | None] = {}
     found: set[tuple[torch.fx.Node, float, torch.dtype]] = set()

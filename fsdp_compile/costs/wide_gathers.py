@@ -43,7 +43,8 @@ class WideGather:
     def reason(self) -> str:
         """Why it was not cast before."""
         if self.is_kept is not None:
-            return "it is kept for the backward" if self.is_kept else "more reads it than what scales it"
+            otherwise = "more reads it than what scales it, or its unit keeps a part"
+            return "it is kept for the backward" if self.is_kept else otherwise
         if self.readers:
             return f"{', '.join(self.readers)} reads it as it is"
         if len(self.narrow) > 1:

@@ -5,7 +5,7 @@ import torch
 from expecttest import TestCase
 from torch import nn
 
-from fsdp_compile.passes import ops
+from fsdp_compile.passes import metadata, ops
 from fsdp_compile.passes.commute_scales import CommuteScales
 from fsdp_compile.passes.lower_collectives import LowerCollectives
 from tests.passes.tiny import rows
@@ -292,6 +292,14 @@ def test_of_several_dtypes_that_are_scaled_one_is_gathered_in_float8():
             return self.one(x) @ (narrow.float() / scale)
 
     assert gathered(traced(Two())) == {"one.weight": F8, "other.weight": torch.bfloat16}
+
+
+@pytest.mark.parametrize("module", [Float8(), Float8Rows()])
+def test_a_unit_that_keeps_a_part_for_the_backward_stays_wide(module):
+    part = metadata.Part(2, "shard/2", 0)
+    graphs = trace(module, rows().requires_grad_(), policy=[], world_size=4, reshard={"root": part})
+    assert gathered(graphs)["weight"] == torch.float32
+    assert "fsdp.part" in str(graphs.after(CommuteScales)) and "fsdp.reshard" in str(graphs.graphs.forward)
 
 
 def test_what_is_not_sharded_is_left_alone():
