@@ -5,7 +5,7 @@
 
 Every token goes to a few of many small experts, and to one that all tokens share; the first layers have no experts. An
 expert takes as many tokens as its capacity says, and computes nothing for those that come after. Ranks exchange tokens
-by two all-to-alls of equal parts a layer. Attention is that of examples/llama.py.
+by two all-to-alls of equal parts a layer. The rest is examples/llama.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_compile import rewrite
-from llama import Attention, FeedForward, LlamaConfig, inputs, rotary_angles
+from llama import FeedForward, Llama, LlamaConfig, inputs
 
 __all__ = ["inputs", "mixture_16b", "mixture_671b", "mixture_small", "parallelize"]
 
@@ -131,36 +131,15 @@ class Mixture(nn.Module):
         return (torch.zeros_like(tokens).index_add(0, source, found) + self.shared(tokens)).view_as(x)
 
 
-class Layer(nn.Module):
-    def __init__(self, config: MixtureConfig, *, is_dense: bool) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.ffn = FeedForward(config) if is_dense else Mixture(config)
+class Decoder(Llama):
+    """A Llama whose layers, but for the first ones, have a mixture in the place of a feed-forward layer."""
 
-    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cosines, sines)
-        return x + self.ffn(self.ffn_norm(x))
-
-
-class Decoder(nn.Module):
-    """int64[batch, seq] tokens and targets to the mean cross entropy."""
+    config: MixtureConfig
 
     def __init__(self, config: MixtureConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.embed = nn.Embedding(config.vocab, config.dim)
-        self.layers = nn.ModuleList([Layer(config, is_dense=i < config.dense_layers) for i in range(config.layers)])
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = nn.Linear(config.dim, config.vocab, bias=False)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        cosines, sines = rotary_angles(tokens.shape[1], self.config, tokens.device)
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, cosines, sines)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+        super().__init__(config)
+        for layer in self.layers[config.dense_layers :]:
+            layer.ffn = Mixture(config)
 
 
 def parallelize(model: Decoder, mesh: DeviceMesh) -> Decoder:

@@ -80,7 +80,8 @@ def scaled_reads(graph: torch.fx.Graph) -> Iterator[ScaledRead]:
     """The parameters that are to be gathered in float8."""
     unshards = [node for node in graph.nodes if ops.is_call(node, ops.UNSHARD) and node.users]
     for of_bucket in by(unshards, lambda node: ops.argument(node, "shard")):
-        reads = [read for unshard in of_bucket if (read := _scaled_read(unshard)) is not None]
+        movable = [unshard for unshard in of_bucket if not _is_left_alone(unshard)]
+        reads = [read for unshard in movable if (read := _scaled_read(unshard)) is not None]
         best = max(by(reads, lambda read: read.wide), key=_num_saved, default=[])
         if loses_enough(_num_saved(best), of_bucket):
             yield from best
@@ -117,25 +118,26 @@ class _Maximum:
         return "columns" if self.over == {0} and num_dims == 2 else None
 
 
-def _scaled_read(unshard: torch.fx.Node) -> ScaledRead | None:
+def _is_left_alone(unshard: torch.fx.Node) -> bool:
+    """Whether it stays as it is, however it is read."""
     shard, value = ops.argument(unshard, "shard"), unshard.meta["val"]
     is_whole = ops.argument(unshard, "world_size") == 1 or metadata.kept_part(shard) is not None
     is_parted = any(ops.is_call(user, ops.PART) for user in shard.users)  # which gathers a part that is kept
     is_elsewhere = shard.meta["val"].device != value.device
     is_double = shard.meta["val"].dtype.itemsize > torch.float32.itemsize  # others of the shard would lose bits
-    if is_whole or is_parted or is_elsewhere or is_double or ops.argument(unshard, "gather_form"):
-        return None
+    return is_whole or is_parted or is_elsewhere or is_double or bool(ops.argument(unshard, "gather_form"))
+
+
+def _scaled_read(unshard: torch.fx.Node) -> ScaledRead | None:
+    num_dims = unshard.meta["val"].dim()
     maxima: dict[torch.fx.Node, _Maximum | None] = {}
     found: set[tuple[torch.fx.Node, float, torch.dtype]] = set()
     cast_of_view: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-    order_of_view = {unshard: tuple(range(value.dim()))}
-    views = [unshard]
-    for view in views:
-        order = order_of_view[view]
+    views: list[tuple[torch.fx.Node, _Order]] = [(unshard, tuple(range(num_dims)))]
+    for view, order in views:
         for user in view.users:
             if ops.is_call(user, *_VIEWS):
-                views.append(user)
-                order_of_view[user] = _order(user, order)
+                views.append((user, _order(user, order)))
             elif ops.is_call(user, _aten.abs.default):
                 maxima |= {maximum: _Maximum.of(maximum, view, order) for maximum in user.users}
             elif (scaled := _scaled_cast(view, user)) is not None:
@@ -147,13 +149,10 @@ def _scaled_read(unshard: torch.fx.Node) -> ScaledRead | None:
     if len(found) != 1 or len(set(maxima.values())) != 1:
         return None
     ((scale, most, _),), maximum = found, next(iter(maxima.values()))
-    along, chain = None if maximum is None else maximum.along(value.dim()), _chain(scale, list(maxima))
-    if (
-        maximum is None
-        or along is None
-        or chain is None
-        or not (maximum.view is None or [*cast_of_view] == [maximum.view])
-    ):
+    if maximum is None or not (maximum.view is None or [*cast_of_view] == [maximum.view]):
+        return None
+    along, chain = maximum.along(num_dims), _chain(scale, list(maxima))
+    if along is None or chain is None:
         return None
     if along == "rows" and any(user not in chain for node in (*maxima, *chain[:-1]) for user in node.users):
         return None  # scales of rows are gathered, and nothing that they are computed from

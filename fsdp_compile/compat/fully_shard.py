@@ -60,7 +60,7 @@ def fully_shard(
     ignored = [] if ignored_params is None else listed("ignored_params", ignored_params, "parameters")
     whole: nn.Module = module if isinstance(module, nn.Module) else nn.ModuleList(_outermost(module))
     is_list = whole is not module
-    if not list(whole.children()) and is_list:
+    if is_list and not list(whole.children()):
         return module
     apply: Callable[..., nn.Module] = shard if is_list else partial(fsdp_compile, backend=backend)
     members = [name for name, _ in whole.named_children()]
@@ -106,5 +106,5 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _is_sharded_around(module: nn.Module) -> bool:
     """Whether all that a module holds was sharded with one around it."""
-    held = dict(module.named_parameters())
-    return bool(held) and sharded_around(module, {}).keys() >= held.keys()
+    held = {name for name, _ in module.named_parameters()}
+    return bool(held) and sharded_around(module, {}) >= held

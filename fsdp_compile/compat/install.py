@@ -113,7 +113,7 @@ def fully_shard(module: Any, *args: Any, **given: Any) -> Any:
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """torch.distributed.fsdp.register_fsdp_forward_method, while it is replaced."""
-    ours = isinstance(module, nn.Module) and is_reading(getattr(module, "_orig_mod", module))
+    ours = isinstance(module, nn.Module) and is_reading(sharded_module.inside(module))
     register: Callable[..., None] = sharded_module.register_fsdp_forward_method if ours else _register
     register(module, method_name)
 

@@ -53,11 +53,11 @@ def adopted_parameters(model: nn.Module, parts: Mapping[str, nn.Module]) -> set[
     return {parameter for part in parts.values() for parameter in part.parameters()} | shared
 
 
-def sharded_around(model: nn.Module, parts: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of modules, none of the parts', that were sharded with a module around `model`; by name."""
+def sharded_around(model: nn.Module, parts: Mapping[str, nn.Module]) -> set[str]:
+    """The names of parameters of modules, none of the parts', that were sharded with a module around `model`."""
     inside = {module for part in parts.values() for module in part.modules()}
     return {
-        f"{prefix}.{name}" if prefix else name: parameter
+        f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and module not in inside and _is_sharded(module, name, parameter)

@@ -69,7 +69,7 @@ def check_model(model: object, ignored: Sequence[nn.Parameter]) -> dict[str, nn.
         refuse([f"{name}.{inner}" for inner, parameter in came.items() if parameter not in set(ignored)], name)
     left_out = {*ignored, *adopted_parameters(model, parts)}
     parameters = {name: value for name, value in model.named_parameters() if value not in left_out}
-    if around := sharded_around(model, parts).keys() & parameters.keys():
+    if around := sharded_around(model, parts) & parameters.keys():
         raise ConfigError(
             f"{min(around)} is sharded already, with a module around {type(model).__name__}: shard modules from the "
             "inside to the outside"

@@ -113,12 +113,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module is an nn.Module, not {type(module).__name__}")
-    module = getattr(module, "_orig_mod", module)  # torch.compile's module calls the methods of the one inside
+    module = inside(module)
     method = inspect.getattr_static(type(module), method_name, None)
     if not inspect.isfunction(method):
         raise ConfigError(f"{type(module).__name__} defines no method {method_name!r}")
     if is_reading(module):
         gain_methods(module, {method_name: _within(method, is_call=False)})
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """The module that torch.compile returned this for, whose methods it calls; without one, the module itself."""
+    found: nn.Module = getattr(module, "_orig_mod", module)
+    return found
 
 
 def gain_methods(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> None:
