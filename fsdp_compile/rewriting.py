@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,15 @@ from torch.distributed.fsdp import ShardingStrategy
 from .compiler.calls import generate, trace
 from .compiler.traces import Trace, Traces
 from .costs.hardware import Hardware
-from .errors import ConfigError
+from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
-from .layout.buckets import NO_AXIS, Axes, Axis
+from .layout.buckets import NO_AXIS, Axes, Axis, Layout
 from .layout.precision import install_casts
 from .layout.unit_meshes import find_meshes
 from .module.adoption import sharded_parts
 from .module.decide import decide
-from .module.decision import check_dense, check_own_sizes
+from .module.decision import Decision, check_dense, check_own_sizes
+from .module.equal_layers import EqualLayers
 from .module.layouts import layouts_of
 from .module.reading import reading_copy
 from .module.sharding import leeway_of, pipeline_of
@@ -35,6 +36,7 @@ from .runtime.groups import axes_of, check_mesh, part_of
 from .runtime.meta import check_traced_on, off_meta, untouched
 
 _MOST_RANKS = 2**31
+_FEW = 6  # layers that are traced in place of many equal ones: the first and the last may differ, and four do not
 
 
 class Rewriter:
@@ -50,9 +52,10 @@ class Rewriter:
         kwargs: dict[str, Any],
         options: Options,
         device: str | torch.device = "cpu",
+        layers: EqualLayers | None = None,
     ) -> None:
         self._call, self._options, self._device = (model, args, kwargs), options, device
-        self._traces = Traces()
+        self._traces, self._layers = Traces(), layers
 
     def __call__(
         self, *, world_size: WorldSize, sharding_strategy: ShardingStrategy, hardware: Hardware | None = None
@@ -60,7 +63,8 @@ class Rewriter:
         options = dataclasses.replace(
             self._options, sharding_strategy=sharding_strategy, hardware=hardware, memory_budget=None
         )
-        return rewrite_for(*self._call, options, world_size, self._device, traces=self._traces)
+        traces, layers = self._traces, self._layers
+        return rewrite_for(*self._call, options, world_size, self._device, traces=traces, layers=layers)
 
 
 def rewrite_for(
@@ -72,12 +76,14 @@ def rewrite_for(
     device: str | torch.device = "cpu",
     before_compiling: Callable[[RewrittenGraphs], None] | None = None,
     traces: Traces | None = None,
+    layers: EqualLayers | None = None,
 ) -> RewrittenGraphs:
     """The graphs of a call of the model; tensors on the meta device become tensors of `device`.
 
     Args:
         before_compiling: is called with the graphs, which Inductor then compiles; without it, nothing is compiled.
         traces: of this call, by these options for other strategies, ranks or hardware.
+        layers: of the model. A few of them are traced, where these tell what the others would be.
     """
     check_traced_on(device, model, (args, kwargs))
     main, own_meshes = find_meshes(model, world_size, argument="world_size")
@@ -107,14 +113,29 @@ def rewrite_for(
         goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
         plan = Planner(leeway_of(*open_options), goal).plan
 
-    def call() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    def call(
+        layouts: Sequence[Layout] = layouts, decision: Decision = decision
+    ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         reading = reading_copy(model, layouts, device)
         install_casts(reading, decision.precision)
         return reading, *off_meta((args, kwargs), device)
 
     def traced() -> Trace:
         with untouched(device):
-            return trace(*call(), pipeline)
+            few = None if layers is None or len(layers) < 2 * _FEW else traced_from_few(layers)
+            return trace(*call(), pipeline) if few is None else few
+
+    def traced_from_few(layers: EqualLayers) -> Trace | None:
+        with phase("tracing") as tracing:
+            try:
+                with layers.shortened(_FEW):
+                    few = decide(model, options, own_meshes)
+                    found = trace(*call(layouts_of(few, axes, torch.device(device)), few), pipeline)
+            except (CaptureError, ConfigError):  # the model, or an option, names layers that are not there
+                return None
+            if (whole := found.lengthened(_FEW, layers.names, layouts)) is not None:
+                tracing.remark = f" ({_FEW} of {len(layers)} equal layers)"
+            return whole
 
     with phase("rewriting", of=type(model).__name__):
         if before_compiling is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -241,3 +241,18 @@ def reorder(graph: torch.fx.Graph, key: Mapping[torch.fx.Node, Any]) -> None:
         if anchor.next is not node:
             anchor.append(node)
         anchor = node
+
+
+def put_in_order(graph: torch.fx.Graph, order: Iterable[torch.fx.Node]) -> None:
+    """Put the nodes into this order, but what a node reads in front of it."""
+    place: dict[torch.fx.Node, int] = {}
+
+    def put(node: torch.fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source not in place:
+                put(source)
+        place.setdefault(node, len(place))
+
+    for node in order:
+        put(node)
+    reorder(graph, place)

@@ -113,6 +113,11 @@ def _add_plan(commands: Any) -> None:
         metavar="NAME",
         help=f"{', '.join(HARDWARE)}, or a profile of `calibrate` (default: h100)",
     )
+    plan.add_argument(
+        "--trace-all",
+        action="store_true",
+        help="trace every layer: otherwise six stand for twelve or more whose modules are equal",
+    )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.add_argument("--html", metavar="FILE", help="write the schedules as a page for a browser, too")
     plan.set_defaults(run=_plan)

@@ -13,8 +13,11 @@ import torch._functorch.config
 import torch.fx
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
-from ..passes.fewer_units import EqualUnits
+from ..passes.equal_units import EqualUnits
+from ..passes.fewer_units import skip_units
+from ..passes import analysis
 from ..passes.halves import Halves, copy_of
+from ..passes.more_units import rename_units, repeat_unit
 from ..passes.new_layout import NewLayout
 from ..passes.pipeline import Pipeline
 
@@ -72,10 +75,33 @@ class Splits:
             return None
         num_before = num_units // 2
         num_skipped = len(equal.names) - num_units
-        if not equal.skip(num_before, num_before + num_skipped):
+        if not skip_units(equal, num_before, num_before + num_skipped):
             return None
         part = 1 - num_skipped / equal.num_units
         return dataclasses.replace(self, joint=copied, layout=None, traced=None, found={}), part
+
+    def lengthened(self, num_traced: int, names: Sequence[str]) -> Splits | None:
+        """The same with a unit for each of these names, which all but the first and the last of them are equal to.
+
+        Args:
+            num_traced: so many of the names are units of the graph; copies of one of these are the others.
+
+        None where a unit cannot be repeated, or fewer than four of them are equal.
+        """
+        copied = self._merged()
+        equal, num_copies = EqualUnits.of(copied.graph), len(names) - num_traced
+        if equal is None or len(equal.names) < 4 or not set(equal.names) <= set(names[:num_traced]):
+            return None
+        number = len(equal.names) - 2
+        behind = names.index(equal.names[number]) + 1
+        rename_units(copied.graph.nodes, dict(zip(names[behind:num_traced], names[behind + num_copies :], strict=True)))
+        inputs = analysis.inputs(copied.graph)
+        copies = repeat_unit(equal, number, names[behind : behind + num_copies], self.num_fwd_outputs)
+        if copies is None:
+            return None
+        static = {copy for at in self.static_inputs for copy in (inputs[at], *copies.get(inputs[at], ()))}
+        positions = [at for at, node in enumerate(analysis.inputs(copied.graph)) if node in static]
+        return dataclasses.replace(self, joint=copied, static_inputs=positions, layout=None, traced=None, found={})
 
 
 def coded_late(halves: Halves) -> Halves:

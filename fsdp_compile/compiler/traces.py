@@ -41,8 +41,11 @@ def program(kind: str, graph: torch.fx.Graph) -> str:
 
     The shapes of inputs are not in it.
     """
-    read = [ops.argument(node, "parameter") for node in graph.nodes if ops.is_call(node, ops.UNSHARD)]
-    return json.dumps([kind, *read])
+    return json.dumps([kind, *_parameters(graph)])
+
+
+def _parameters(graph: torch.fx.Graph) -> list[str]:
+    return [ops.argument(node, "parameter") for node in graph.nodes if ops.is_call(node, ops.UNSHARD)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,22 @@ class Trace:
             return None
         splits, part = shortened
         return ShortDraft(dataclasses.replace(self, graph=splits).draft, part)
+
+    def lengthened(self, num_traced: int, names: Sequence[str], layouts: Sequence[Layout]) -> Trace | None:
+        """Of a model with so many equal layers, where so few were traced; None where it cannot be told from these.
+
+        Args:
+            num_traced: the first so many of all layers were.
+            names: of all of them; each is a unit.
+            layouts: of the whole model.
+        """
+        if isinstance(self.graph, torch.fx.GraphModule) or self.dependence is not None:
+            return None
+        if (splits := self.graph.lengthened(num_traced, names)) is None:
+            return None
+        found = Trace(program("training", splits.joint.graph), splits)
+        parameters = {slot.parameter for layout in layouts for slot in layout.slots}
+        return found if set(_parameters(splits.joint.graph)) == parameters else None
 
     def draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
         """See `graphs.Draft`."""
