@@ -47,7 +47,8 @@ class EqualUnits:
         longest = max((list(run) for _, run in groupby(units, key.__getitem__)), key=len, default=[])
         if len(longest) < 2:
             return None
-        return cls(graph, longest, [forward[unit] for unit in longest], [backward[unit] for unit in longest], len(units))
+        of_forward, of_backward = ([side[unit] for unit in longest] for side in (forward, backward))
+        return cls(graph, longest, of_forward, of_backward, len(units))
 
 
 def _units(graph: torch.fx.Graph) -> dict[str, Hashable]:

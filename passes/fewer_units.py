@@ -1,8 +1,8 @@
 """Fewer units: a joint graph without some of the equal units in its middle, as of a model with fewer layers.
 
 To plan for all layers of a model takes as long as for a few of them, times their number. What wins for a few wins for
-all, where they are equal (`equal_units.py`). Where some are left out, the forward of the unit behind them reads what the
-unit before them computes, and the backward of the unit before them what the unit behind them does:
+all, where they are equal (`equal_units.py`). Where some are left out, the forward of the unit behind them reads what
+the unit before them computes, and the backward of the unit before them what the unit behind them does:
 
     x1 = f(x0, w0); x2 = f(x1, w1); x3 = f(x2, w2); x4 = f(x3, w3)    becomes    x1 = f(x0, w0); x4 = f(x1, w3)
 

@@ -3,10 +3,10 @@
 To trace a model takes as long as to trace one of its layers, times their number. Where layers are equal
 (`equal_units.py`), copies of one that was traced stand for those that were not:
 
-    x1 = f(x0, w0); x2 = f(x1, w1); x3 = f(x2, w2)    becomes    x1 = f(x0, w0); x2 = f(x1, w1); y = f(x2, v); x3 = f(y, w2)
+    x1 = f(x0, w0); x2 = f(x1, w1)    becomes    x1 = f(x0, w0); y = f(x1, v); x2 = f(y, w1)
 
-What a unit reads of another one is as many units away from it as before. A copy has inputs of its own where its original
-has, and the graph returns their gradients.
+What a unit reads of another one is as many units away from it as before. A copy has inputs of its own where its
+original has, and the graph returns their gradients.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def repeat_unit(
             gradient_of[copy_of[node]] = copy_of.get(gradient), description
     analysis.put_in_order(graph, sorted(graph.nodes, key=keys.__getitem__))
     returned = [*returned[:num_fwd_outputs], *(gradient_of[node] for node in _differentiable(graph))]
-    output.args = (tuple(value for value, _ in returned),)
+    output.args = ([value for value, _ in returned],)
     if "desc" in output.meta:
         output.meta["desc"] = [description for _, description in returned]
     return {node: [copied[at] for copied in copies] for at, node in enumerate(units.nodes[number]) if node in inputs}
@@ -114,13 +114,13 @@ class _Units:
         results, gradients = returned[: -len(inputs)], returned[-len(inputs) :]
         others = [node for node in self.graph.nodes if node not in self.place and node.op != "output"]
         read = {self._unit(source) for node in others for source in node.all_input_nodes}
-        units_of_gradients = [(self._unit(gradient), self._unit(node)) for gradient, node in zip(gradients, inputs, strict=True)]
+        pairs = [(self._unit(gradient), self._unit(node)) for gradient, node in zip(gradients, inputs, strict=True)]
         return (
             len(set(map(len, self.nodes))) == 1
             and self._sources(number) == self._sources(number - 1)
             and read <= {None, 0, len(self.nodes) - 1}
             and all(self._unit(value) is None for value in results)
-            and all(unit in (None, unit_of_input) for unit, unit_of_input in units_of_gradients)
+            and all(unit in (None, unit_of_input) for unit, unit_of_input in pairs)
         )
 
     def _unit(self, value: Any) -> int | None:
@@ -166,8 +166,8 @@ class _Order:
         """Of a node, or of a copy of it, counted from 1."""
         position, (unit, _) = self.position[node], self.units.place.get(node, (None, 0))
         if node.op == "placeholder":
-            last = max(self.position[each] for each in self.units.nodes[self.number] if each.op == node.op) if copy else 0
-            return max(position, last), copy
+            original = [self.position[each] for each in self.units.nodes[self.number] if each.op == "placeholder"]
+            return max(original) if copy else position, copy
         period = self.next_begin[0] - self.begin[0]
         if position < self.backward:
             is_behind = position >= self.next_begin[0] if unit is None else unit > self.number

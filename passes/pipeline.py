@@ -162,6 +162,17 @@ class Pipeline:
         """As `rewrite_inference`, but neither lowered nor verified."""
         return _draft((*self.joint, *self.forward), gm)
 
+    def schedule_halves(self, halves: Halves) -> tuple[Side, Side]:
+        """As `draft_halves`, but verified in the end."""
+        forward, backward = self.partition.reshard_halves(halves)
+        verify_crossing(forward, backward, halves.num_fwd_outputs)
+        stage = stage_after(self.partition, STAGES[0])
+        return _scheduled(self.forward, forward, stage), _scheduled(self.backward, backward, stage)
+
+    def schedule_inference(self, gm: torch.fx.GraphModule) -> Side:
+        """As `draft_inference`, but verified in the end."""
+        return _scheduled((*self.joint, *self.forward), gm, STAGES[0])
+
     def rewrite_inference(self, gm: torch.fx.GraphModule) -> Side:
         """The graph of a call that needs no gradients."""
         return self._finish("forward", (*self.joint, *self.forward), gm, STAGES[0])
@@ -191,6 +202,14 @@ class Pipeline:
     def _observe(self, name: str, step: object, gm: torch.fx.GraphModule) -> None:
         if self.observer is not None:
             self.observer(name, step, gm)
+
+
+def _scheduled(steps: tuple[Pass, ...], gm: torch.fx.GraphModule, stage: Stage) -> Side:
+    side = _draft(steps, gm)
+    for step in steps:
+        stage = stage_after(step, stage)
+    verify(gm, stage, freed=True)
+    return side
 
 
 def _draft(steps: tuple[Pass, ...], gm: torch.fx.GraphModule) -> Side:

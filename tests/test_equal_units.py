@@ -61,7 +61,9 @@ def shortened(monkeypatch):
 def traced(name, num_layers):
     """A model's trace, and what makes pipelines for it."""
     found = []
-    with patch.object(traces.Trace, "rewritten", lambda trace, pipeline, _: found.append((trace, pipeline(None)))):
+    with patch.object(
+        traces.Trace, "rewritten", lambda trace, pipeline, *_, **__: found.append((trace, pipeline(None)))
+    ):
         model, inputs = MODELS[name](num_layers)
         rewrite(model, *inputs, world_size=2)
     return found[0]

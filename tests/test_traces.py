@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.tensor import Shard
 
-from fsdp_compile import rewrite, rewriting
+from fsdp_compile import rewrite, rewriting, traced_call
 from fsdp_compile.costs import HARDWARE
 from fsdp_compile.costs.predict import predict
 from fsdp_compile.options import Options
@@ -62,8 +62,8 @@ def text_of(graphs):
 def num_traces(monkeypatch):
     """How often a call has been traced, as a list that grows."""
     found = []
-    trace = rewriting.trace
-    monkeypatch.setattr(rewriting, "trace", lambda *args: found.append(args) or trace(*args))
+    trace = traced_call.trace
+    monkeypatch.setattr(traced_call, "trace", lambda *args: found.append(args) or trace(*args))
     return found
 
 

@@ -27,7 +27,7 @@ from ..options import Options
 from ..planning.step_plans import Goal
 from ..planning.strategies import WorldSize, best_strategy, candidates
 from ..report import Schedule, page
-from ..rewriting import Rewriter
+from ..rewriting import Economy, Rewriter
 from .meshes import (
     MeshSizes,
     dims_of_groups,
@@ -144,8 +144,9 @@ def _rewriter(
     functions: Functions, step: _Step, options: argparse.Namespace, root: DeviceMesh | None
 ) -> tuple[nn.Module, Rewriter]:
     model, inputs = made_on_meta(functions, step.batch, options, root if step.mesh.splits_model else None)
-    layers = None if options.trace_all else EqualLayers.of(model)
-    return model, Rewriter(model, tuple(inputs), {}, Options(collective_lowering=options.lowering), layers=layers)
+    economy = Economy(layers=None if options.trace_all else EqualLayers.of(model), lowers=False)
+    given = Options(collective_lowering=options.lowering)
+    return model, Rewriter(model, tuple(inputs), {}, given, economy=economy)
 
 
 def _predicted(

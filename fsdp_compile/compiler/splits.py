@@ -13,9 +13,9 @@ import torch._functorch.config
 import torch.fx
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
+from ..passes import analysis
 from ..passes.equal_units import EqualUnits
 from ..passes.fewer_units import skip_units
-from ..passes import analysis
 from ..passes.halves import Halves, copy_of
 from ..passes.more_units import rename_units, repeat_unit
 from ..passes.new_layout import NewLayout

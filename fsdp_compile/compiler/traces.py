@@ -63,15 +63,26 @@ class Trace:
     dependence: Dependence | None = None
 
     def rewritten(
-        self, pipeline: Callable[[StepPlan | None], Pipeline], make_plan: MakePlan | None = None
+        self,
+        pipeline: Callable[[StepPlan | None], Pipeline],
+        make_plan: MakePlan | None = None,
+        *,
+        lowers: bool = True,
     ) -> RewrittenGraphs:
-        """The graphs that the pipeline makes of it, for the plan that is made of drafts."""
+        """The graphs that the pipeline makes of it, for the plan that is made of drafts.
+
+        Args:
+            lowers: whether they are lowered, too, and verified after every pass, not in the end alone.
+        """
         with rewriting():
             plan = None if make_plan is None else self.plan(make_plan)
+            run = pipeline(plan)
             if isinstance(self.graph, torch.fx.GraphModule):
-                return RewrittenGraphs.of(pipeline(plan).rewrite_inference(copy_of(self.graph)), plan=plan)
+                rewrite = run.rewrite_inference if lowers else run.schedule_inference
+                return RewrittenGraphs.of(rewrite(copy_of(self.graph)), plan=plan)
             halves = self.graph.of(plan.activations if plan else None).copies()
-            return RewrittenGraphs.of(*pipeline(plan).rewrite_halves(halves), plan, self.dependence)
+            sides = run.rewrite_halves(halves) if lowers else run.schedule_halves(halves)
+            return RewrittenGraphs.of(*sides, plan, self.dependence)
 
     def plan(self, make_plan: MakePlan) -> StepPlan | None:
         """What `make_plan` plans for it."""

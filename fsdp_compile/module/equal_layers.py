@@ -100,5 +100,5 @@ def _parts(value: Any) -> list[Any] | None:
         return [value.__func__, value.__self__]
     if isinstance(value, types.FunctionType):
         return [value.__code__, value.__defaults__, value.__kwdefaults__, inspect.getclosurevars(value).nonlocals]
-    is_compared_by_identity = type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
-    return [vars(value)] if is_compared_by_identity else None
+    is_compared_by_identity = "__eq__" not in {name for base in type(value).__mro__[:-1] for name in vars(base)}
+    return [vars(value)] if is_compared_by_identity and hasattr(value, "__dict__") else None
