@@ -93,10 +93,13 @@ def unit_of(node: torch.fx.Node) -> str:
 
 def _key(nodes: Sequence[torch.fx.Node]) -> Hashable:
     """The same for nodes that compute the same."""
-    return tuple(map(_description, nodes))
+    return tuple(map(description_of, nodes))
 
 
-def _description(node: torch.fx.Node) -> Hashable:
+def description_of(node: torch.fx.Node) -> Hashable:
+    """The same for nodes that compute the same of what they read; of an input, its shape and dtype."""
+    if node.op == "placeholder":
+        return _shape(node)
     if ops.is_dialect(node):  # its other arguments are names and places
         return node.target, _shape(node)
     return node.target, repr(torch.fx.map_arg((node.args, node.kwargs), lambda _: "node")), _shape(node)

@@ -18,7 +18,7 @@ from typing import Any
 import torch.fx
 
 from . import analysis, ops
-from .equal_units import SINKS, EqualUnits, unit_of
+from .equal_units import SINKS, EqualUnits, description_of, unit_of
 
 Place = tuple[int, int]
 """The number of a unit, in order, and a position among its nodes."""
@@ -68,16 +68,21 @@ def repeat_unit(
 
 
 def rename_units(nodes: Iterable[torch.fx.Node], names: Mapping[str, str]) -> None:
-    """Give units other names, and with them their parameters, in the arguments of nodes."""
+    """Give units other names, and with them the parameters of these modules, in the arguments of nodes."""
     for node in nodes:
         if ops.is_call(node, ops.UNSHARD, *SINKS) and (name := names.get(before := unit_of(node))) is not None:
             kind = ops.kind_of_bucket(ops.argument(node, "bucket"))
             ops.set_argument(node, "bucket", ops.bucket_of_unit(name, kind))
             if ops.is_call(node, ops.UNSHARD):
-                ops.set_argument(node, "parameter", name + ops.argument(node, "parameter").removeprefix(before))
+                ops.set_argument(node, "parameter", _renamed(ops.argument(node, "parameter"), before, name))
             else:
-                parameters = [name + parameter.removeprefix(before) for parameter in ops.argument(node, "parameters")]
+                parameters = [_renamed(parameter, before, name) for parameter in ops.argument(node, "parameters")]
                 ops.set_argument(node, "parameters", parameters)
+
+
+def _renamed(parameter: str, before: str, name: str) -> str:
+    inner = parameter.removeprefix(f"{before}.")
+    return parameter if inner == parameter else f"{name}.{inner}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +90,8 @@ class _Units:
     """The nodes of equal units.
 
     Attributes:
-        nodes: of each unit, in an order that is the same for all: inputs that nobody else reads, forward, backward.
+        nodes: of each unit, in an order that is the same for all: inputs and constants that nobody else reads, forward,
+            backward.
     """
 
     graph: torch.fx.Graph
@@ -96,12 +102,12 @@ class _Units:
     def of(cls, equal: EqualUnits) -> _Units:
         calls = [[*forward, *backward] for forward, backward in zip(equal.forward, equal.backward, strict=True)]
         number = {node: index for index, nodes in enumerate(calls) for node in nodes}
-        inputs: list[list[torch.fx.Node]] = [[] for _ in calls]
-        for node in analysis.inputs(equal.graph):
+        own: list[list[torch.fx.Node]] = [[] for _ in calls]
+        for node in equal.graph.nodes:
             readers = {number.get(user, -1) for user in node.users if user.op != "output"}
-            if len(readers) == 1 and (reader := readers.pop()) >= 0:
-                inputs[reader].append(node)
-        nodes = [[*given, *called] for given, called in zip(inputs, calls, strict=True)]
+            if node not in number and not node.all_input_nodes and len(readers) == 1 and (reader := readers.pop()) >= 0:
+                own[reader].append(node)
+        nodes = [[*first, *called] for first, called in zip(own, calls, strict=True)]
         place = {node: (unit, at) for unit, of_unit in enumerate(nodes) for at, node in enumerate(of_unit)}
         return cls(equal.graph, nodes, place)
 
@@ -118,6 +124,7 @@ class _Units:
         return (
             len(set(map(len, self.nodes))) == 1
             and self._sources(number) == self._sources(number - 1)
+            and list(map(description_of, self.nodes[number])) == list(map(description_of, self.nodes[number - 1]))
             and read <= {None, 0, len(self.nodes) - 1}
             and all(self._unit(value) is None for value in results)
             and all(unit in (None, unit_of_input) for unit, unit_of_input in pairs)

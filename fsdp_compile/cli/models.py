@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CaptureError, ConfigError, one_line
+from ..module.equal_layers import EqualLayers, calls_counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Functions:
 
 def made_on_meta(
     functions: Functions, batch: int, options: argparse.Namespace, mesh: DeviceMesh | None = None
-) -> tuple[torch.nn.Module, Sequence[Any]]:
-    """The model and its arguments on the meta device, where it has been called with them once.
+) -> tuple[torch.nn.Module, Sequence[Any], EqualLayers | None]:
+    """The model and its arguments on the meta device, where it has been called with them once; its equal layers.
 
     Args:
         mesh: that it is split over afterwards; None for a model that every rank has.
@@ -50,13 +51,13 @@ def made_on_meta(
             inputs = functions.make_inputs(batch, options.seq)
         if not isinstance(inputs, (tuple, list)):
             raise ConfigError(f"{call} returns the arguments of the model as a tuple, not {type(inputs).__name__}")
-        with _naming(f"the model, called with what {call} returned,"), torch.no_grad():
+        with _naming(f"the model, called with what {call} returned,"), torch.no_grad(), calls_counted(model) as counts:
             model(*inputs)
     if mesh is not None and functions.parallelize is not None:
         with _naming(f"{options.parallelize}(), which splits the model over {mesh.mesh_dim_names},"):
             split = functions.parallelize(model, mesh)
         model = model if split is None else split
-    return model, inputs
+    return model, inputs, EqualLayers.of(model, {module for module, count in counts.items() if count == 1})
 
 
 def load(target: str, inputs: str, parallelize: str | None = None) -> Functions:

@@ -22,7 +22,6 @@ from ..checks import is_auto
 from ..costs.hardware import Hardware, find_hardware
 from ..costs.predict import Prediction, predict
 from ..errors import CaptureError, ConfigError, one_line
-from ..module.equal_layers import EqualLayers
 from ..options import Options
 from ..planning.step_plans import Goal
 from ..planning.strategies import WorldSize, best_strategy, candidates
@@ -143,8 +142,8 @@ def _steps(options: argparse.Namespace, hardware: Hardware) -> Iterator[_Step]:
 def _rewriter(
     functions: Functions, step: _Step, options: argparse.Namespace, root: DeviceMesh | None
 ) -> tuple[nn.Module, Rewriter]:
-    model, inputs = made_on_meta(functions, step.batch, options, root if step.mesh.splits_model else None)
-    economy = Economy(layers=None if options.trace_all else EqualLayers.of(model), lowers=False)
+    model, inputs, layers = made_on_meta(functions, step.batch, options, root if step.mesh.splits_model else None)
+    economy = Economy(layers=None if options.trace_all else layers, lowers=False)
     given = Options(collective_lowering=options.lowering)
     return model, Rewriter(model, tuple(inputs), {}, given, economy=economy)
 

@@ -80,13 +80,13 @@ class Splits:
         part = 1 - num_skipped / equal.num_units
         return dataclasses.replace(self, joint=copied, layout=None, traced=None, found={}), part
 
-    def lengthened(self, num_traced: int, names: Sequence[str]) -> Splits | None:
-        """The same with a unit for each of these names, which all but the first and the last of them are equal to.
+    def lengthened(self, num_traced: int, names: Sequence[str]) -> tuple[Splits, Sequence[str]] | None:
+        """The same with a unit for each of these names, and the unit of the graph that each of them was before.
+
+        None where a unit cannot be repeated, or fewer than four of them are equal.
 
         Args:
             num_traced: so many of the names are units of the graph; copies of one of these are the others.
-
-        None where a unit cannot be repeated, or fewer than four of them are equal.
         """
         copied = self._merged()
         equal, num_copies = EqualUnits.of(copied.graph), len(names) - num_traced
@@ -101,7 +101,8 @@ class Splits:
             return None
         static = {copy for at in self.static_inputs for copy in (inputs[at], *copies.get(inputs[at], ()))}
         positions = [at for at, node in enumerate(analysis.inputs(copied.graph)) if node in static]
-        return dataclasses.replace(self, joint=copied, static_inputs=positions, layout=None, traced=None, found={})
+        splits = dataclasses.replace(self, joint=copied, static_inputs=positions, layout=None, traced=None, found={})
+        return splits, [*names[:behind], *[names[behind - 1]] * num_copies, *names[behind:num_traced]]
 
 
 def coded_late(halves: Halves) -> Halves:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch.fx
 
-from ..dependence import Dependence
+from ..dependence import Dependence, Slot
 from ..graphs import Draft, RewrittenGraphs, ShortDraft, Shorten
 from ..layout.buckets import NO_AXIS, Layout
 from ..passes import ops
@@ -103,13 +103,18 @@ class Trace:
             names: of all of them; each is a unit.
             layouts: of the whole model.
         """
-        if isinstance(self.graph, torch.fx.GraphModule) or self.dependence is not None:
+        if isinstance(self.graph, torch.fx.GraphModule) or _of_other_inputs(self.dependence):
             return None
-        if (splits := self.graph.lengthened(num_traced, names)) is None:
+        if (found := self.graph.lengthened(num_traced, names)) is None:
             return None
-        found = Trace(program("training", splits.joint.graph), splits)
-        parameters = {slot.parameter for layout in layouts for slot in layout.slots}
-        return found if set(_parameters(splits.joint.graph)) == parameters else None
+        splits, originals = found
+        parameters = [slot.parameter for layout in layouts for slot in layout.slots]
+        if sorted(_parameters(splits.joint.graph)) != sorted(parameters):
+            return None
+        graph, dependence = splits.joint.graph, self.dependence
+        if dependence is not None:
+            dependence = _of_units(dependence, dict(zip(names, originals, strict=True)), layouts)
+        return Trace(program("training", graph), splits, dependence)
 
     def draft(self, pipeline: Pipeline, activations: float | None) -> RewrittenGraphs:
         """See `graphs.Draft`."""
@@ -168,3 +173,19 @@ def _laid_out(trace: Trace, traced: Sequence[Layout], layouts: Sequence[Layout])
 def _slots(layouts: Sequence[Layout]) -> list[tuple[str, int]]:
     """As `Dependence` names parameters."""
     return [(layout.bucket, slot.offset) for layout in layouts for slot in layout.slots]
+
+
+def _of_other_inputs(dependence: Dependence | None) -> bool:
+    """Whether gradients lead to inputs that are no shards, which are counted among all inputs."""
+    return dependence is not None and any(isinstance(key, int) for key in dependence.results_of)
+
+
+def _of_units(dependence: Dependence, original_of: Mapping[str, str], layouts: Sequence[Layout]) -> Dependence:
+    """Of units of other names, each of which depends on what its original does."""
+    results_of: dict[Slot | int, frozenset[int]] = {}
+    for bucket, offset in _slots(layouts):
+        unit = ops.unit_of_bucket(bucket)
+        original = ops.bucket_of_unit(original_of.get(unit, unit), ops.kind_of_bucket(bucket))
+        if (original, offset) in dependence.results_of:
+            results_of[bucket, offset] = dependence.results_of[original, offset]
+    return Dependence(results_of, frozenset())

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _build(options: argparse.Namespace) -> None:
-    model, inputs = made_on_meta(load(options.model, options.inputs), options.batch, options)
+    model, inputs, _ = made_on_meta(load(options.model, options.inputs), options.batch, options)
     hardware = find_hardware(options.hardware)
     begun = time.perf_counter()
     program = build(model, tuple(inputs), {}, options_of(options), options.gpus)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -31,11 +32,13 @@ class EqualLayers:
     modules: nn.ModuleList
 
     @classmethod
-    def of(cls, model: nn.Module) -> EqualLayers | None:
-        """The longest list of equal layers in the model; None where there is none."""
+    def of(cls, model: nn.Module, called_once: Collection[nn.Module]) -> EqualLayers | None:
+        """The longest list of equal layers in the model, all of which are called once; None where there is none."""
         lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         for name, modules in sorted(lists, key=lambda found: -len(found[1])):
-            if len(modules) > 1 and all(_Comparison().are_equal(*pair) for pair in pairwise(modules)):
+            if len(modules) < 2 or not all(module in called_once for module in modules):
+                continue
+            if all(_Comparison().are_equal(*pair) for pair in pairwise(modules)):
                 return cls(name, modules)
         return None
 
@@ -57,6 +60,19 @@ class EqualLayers:
             yield
         finally:
             self.modules._modules.update(layers)
+
+
+@contextmanager
+def calls_counted(model: nn.Module) -> Iterator[Counter[nn.Module]]:
+    """Counts how often each module of a list in the model is called inside."""
+    counts: Counter[nn.Module] = Counter()
+    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    hooks = [layer.register_forward_pre_hook(lambda module, _: counts.update([module])) for layer in set(layers)]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _Comparison:

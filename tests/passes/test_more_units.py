@@ -130,7 +130,7 @@ joint(a: f32[8], primals_2: f32[3,4], b: f32[8], c: f32[8], d: f32[8], x: f32[8]
   permute_26: f32[4,3] = permute(mm_15, [1, 0])
   mm_16: f32[4,4] = mm(permute_26, primals_2)
   a.grad: f32[8] = fsdp.reduce_gradient([mm_16], [0])
-  return [mm_5, a.grad, None, b.grad, c.grad, d.grad, x.grad, e.grad, f.grad]""",
+  return [mm_5, a.grad, None, b.grad, c.grad, d.grad, x.grad, e.grad, f.grad]""",  # noqa: E501
         )
 
     def test_it_is_the_graph_of_a_model_with_more_layers(self):
@@ -166,12 +166,16 @@ joint(a: f32[8], primals_2: f32[3,4], b: f32[8], c: f32[8], d: f32[8], x: f32[8]
 
 
 def plain(graph):
-    """Text that is the same for graphs that differ in the names of nodes alone."""
-    number = {node: f"n{index}" for index, node in enumerate(graph.gm.graph.nodes)}
+    return plain_graph(graph.gm.graph)
+
+
+def plain_graph(graph):
+    """Text that is the same for graphs that differ in the names of nodes alone, or in lists for tuples."""
+    number = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
     lines = []
-    for node in graph.gm.graph.nodes:
+    for node in graph.nodes:
         target = node.op if node.op in ("placeholder", "output") else node.target
-        arguments = torch.fx.map_arg((tuple(node.args), node.kwargs), number.__getitem__)
+        arguments = torch.utils._pytree.tree_leaves(torch.fx.map_arg((node.args, node.kwargs), number.__getitem__))
         value = node.meta.get("val")
         lines.append(f"{number[node]} = {target} {arguments} {getattr(value, 'shape', None)}".replace("'", ""))
     return "\n".join(lines)
