@@ -20,6 +20,8 @@ import torch.fx
 from . import analysis, ops
 from .equal_units import SINKS, EqualUnits, description_of, unit_of
 
+_REGION = "ac_graph_id"  # torch's note of which region that is computed again in the backward a node is in
+
 Place = tuple[int, int]
 """The number of a unit, in order, and a position among its nodes."""
 
@@ -59,12 +61,29 @@ def repeat_unit(
         for node in copy_of.keys() & gradient_of.keys():
             gradient, description = gradient_of[node]
             gradient_of[copy_of[node]] = copy_of.get(gradient), description
+    _number_regions(units, number, copies)
     analysis.put_in_order(graph, sorted(graph.nodes, key=keys.__getitem__))
     returned = [*returned[:num_fwd_outputs], *(gradient_of[node] for node in _differentiable(graph))]
     output.args = ([value for value, _ in returned],)
     if "desc" in output.meta:
         output.meta["desc"] = [description for _, description in returned]
     return {node: [copied[at] for copied in copies] for at, node in enumerate(units.nodes[number]) if node in inputs}
+
+
+def _number_regions(units: _Units, number: int, copies: Sequence[Sequence[torch.fx.Node]]) -> None:
+    """Number the regions that are computed again: every copy has its own, and numbers rise from unit to unit."""
+    regions = [node.meta.get(_REGION) for node in units.nodes[number]]
+    if (last := max((region for region in regions if region is not None), default=None)) is None:
+        return
+    following = [node.meta.get(_REGION) for node in units.nodes[number + 1]]
+    period = next(after - region for region, after in zip(regions, following, strict=True) if region is not None)
+    for node in units.graph.nodes:
+        if node.meta.get(_REGION, last) > last:
+            node.meta[_REGION] += period * len(copies)
+    for index, nodes in enumerate(copies, 1):
+        for node in nodes:
+            if _REGION in node.meta:
+                node.meta[_REGION] += period * index
 
 
 def rename_units(nodes: Iterable[torch.fx.Node], names: Mapping[str, str]) -> None:

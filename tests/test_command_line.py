@@ -34,6 +34,9 @@ class Layer(nn.Module):
 def small():
     return nn.Sequential(*[Layer() for _ in range(4)])
 
+def deep():
+    return nn.Sequential(*[Layer() for _ in range(12)])
+
 def inputs(batch, seq):
     return (torch.zeros(batch, seq, 64),)
 
@@ -48,6 +51,9 @@ def of_four(model, mesh):
 
 def unsplit(model, mesh):
     return model
+
+def of_heads():
+    return nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
 
 def of_width(width):
     return nn.Linear(width, width)
@@ -152,6 +158,15 @@ def test_without_any_mesh_it_is_an_error(model, capsys):
     assert "MFU" not in capsys.readouterr().out
 
 
+def test_a_few_layers_are_traced_for_all(model, capsys):
+    arguments = [model.replace("small", "deep"), "--gpus", "8", "--seq", "512"]
+    again = [*arguments, "--activation-checkpointing"]
+    few, of_again = plan(capsys, *arguments), plan(capsys, *again)
+    assert (few, of_again) == (plan(capsys, *arguments, "--trace-all"), plan(capsys, *again, "--trace-all"))
+    kept, computed_again = (found["plans"][0]["peak_bytes_by_category"]["activations"] for found in (few, of_again))
+    assert computed_again < kept / 2
+
+
 def test_hybrid_shards_are_ranks_of_a_node(model, capsys):
     arguments = [model, "--gpus", "16", "--seq", "128", "--mesh", "dp=8,tp=2"]
     rows = plan(capsys, *arguments, "--strategy", "FULL_SHARD", "HYBRID_SHARD")["plans"]
@@ -183,6 +198,7 @@ def test_what_does_not_fit_is_marked(model, capsys, tmp_path):
         (["{path}:small", "--inputs", "rows"], "has no function 'rows'"),
         (["{path}:small", "--hardware", "k80"], "'k80' is neither a file nor one of"),
         (["{path}:small", "--gpus", "12", "--strategy", "HYBRID_SHARD"], "12 is no multiple of 8"),
+        (["{path}:of_heads", "--activation-checkpointing"], r"of_heads\(\) has no list of equal layers"),
         (["{path}:small", "--gpus", "0"], "world_size is a positive int"),
         (
             ["{path}:small", "--mesh", "dp=4,tp"],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import traced_call
 from fsdp_compile.module.equal_layers import EqualLayers, calls_counted
@@ -67,11 +68,29 @@ def one_is_frozen(layer, index):
     layer.requires_grad_(index != 3)
 
 
+def llama_computed_again():
+    model, inputs = llama_like(12)
+    equal_layers(model, inputs).compute_again()
+    return model, inputs
+
+
+def equal_layers(model, inputs):
+    with calls_counted(model) as counts, torch.no_grad():
+        model(*inputs)
+    return EqualLayers.of(model, {module for module, count in counts.items() if count == 1})
+
+
+def checkpointed(layer, index):
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
 MODELS = {
     "gpt": partial(gpt, 12),
     "llama": partial(llama_like, 12),
+    "llama, computed again": llama_computed_again,
     "layers with their number": partial(of_layers, differ=numbered),
     "layers with a hook": partial(of_layers, differ=all_have_a_hook),
+    "layers that are computed again": partial(of_layers, differ=checkpointed),
 }
 """Of which a few layers are traced."""
 
@@ -88,12 +107,6 @@ def num_layers(monkeypatch):
 
     monkeypatch.setattr(traced_call, "trace", noted)
     return found
-
-
-def equal_layers(model, inputs):
-    with calls_counted(model) as counts, torch.no_grad():
-        model(*inputs)
-    return EqualLayers.of(model, {module for module, count in counts.items() if count == 1})
 
 
 def graphs(model, inputs, economy, strategy=ShardingStrategy.FULL_SHARD, size=2):

@@ -114,6 +114,11 @@ def _add_plan(commands: Any) -> None:
         help=f"{', '.join(HARDWARE)}, or a profile of `calibrate` (default: h100)",
     )
     plan.add_argument(
+        "--activation-checkpointing",
+        action="store_true",
+        help="keep only the inputs of layers, the modules of a list that are equal, and compute them again",
+    )
+    plan.add_argument(
         "--trace-all",
         action="store_true",
         help="trace every layer: otherwise six stand for twelve or more whose modules are equal",

@@ -57,7 +57,8 @@ def made_on_meta(
         with _naming(f"{options.parallelize}(), which splits the model over {mesh.mesh_dim_names},"):
             split = functions.parallelize(model, mesh)
         model = model if split is None else split
-    return model, inputs, EqualLayers.of(model, {module for module, count in counts.items() if count == 1})
+    layers = EqualLayers.of(model, {module for module, count in counts.items() if count == 1})
+    return model, inputs, layers
 
 
 def load(target: str, inputs: str, parallelize: str | None = None) -> Functions:

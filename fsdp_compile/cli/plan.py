@@ -143,6 +143,12 @@ def _rewriter(
     functions: Functions, step: _Step, options: argparse.Namespace, root: DeviceMesh | None
 ) -> tuple[nn.Module, Rewriter]:
     model, inputs, layers = made_on_meta(functions, step.batch, options, root if step.mesh.splits_model else None)
+    if options.activation_checkpointing:
+        if layers is None:
+            raise ConfigError(
+                f"--activation-checkpointing: {options.model}() has no list of equal layers to compute again"
+            )
+        layers.compute_again()
     economy = Economy(layers=None if options.trace_all else layers, lowers=False)
     given = Options(collective_lowering=options.lowering)
     return model, Rewriter(model, tuple(inputs), {}, given, economy=economy)

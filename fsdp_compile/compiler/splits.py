@@ -1,16 +1,20 @@
 """A joint graph in forward and backward, for each layout and activation memory budget that plans ask for.
 
-Private torch API, as of torch 2.11 to 2.15: functorch's configuration, graph modules whose code is generated late.
+Private torch API, as of torch 2.11 to 2.15: functorch's configuration, what is traced with, graph modules whose code
+is generated late.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch._functorch.config
 import torch.fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 from ..passes import analysis
@@ -52,7 +56,7 @@ class Splits:
         # What the partitioner chooses within a budget depends on the sizes of shards, too.
         setting = {} if activations is None else {"activation_memory_budget": activations}
         copied = self._merged()
-        with torch._functorch.config.patch(setting), _use_lazy_graph_module(True):
+        with torch._functorch.config.patch(setting), _use_lazy_graph_module(True), _on_fake_tensors(copied):
             return coded_late(Halves.of(copied, self.num_fwd_outputs, self.static_inputs))
 
     def _merged(self) -> torch.fx.GraphModule:
@@ -112,6 +116,13 @@ def coded_late(halves: Halves) -> Halves:
     """
     forward, backward = map(_LazyGraphModule.from_graphmodule, (halves.forward, halves.backward))
     return dataclasses.replace(halves, forward=forward, backward=backward)
+
+
+def _on_fake_tensors(gm: torch.fx.GraphModule) -> AbstractContextManager[Any]:
+    """The partitioner makes new values, states of generators, like those of the graph: those that were traced with."""
+    if TracingContext.try_get() is not None:
+        return nullcontext()
+    return tracing(TracingContext(detect_fake_mode([node.meta.get("val") for node in analysis.inputs(gm.graph)])))
 
 
 def activations_are_free() -> bool:

@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+_LISTS = (nn.ModuleList, nn.Sequential)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +32,12 @@ class EqualLayers:
     """
 
     name: str
-    modules: nn.ModuleList
+    modules: nn.ModuleList | nn.Sequential
 
     @classmethod
     def of(cls, model: nn.Module, called_once: Collection[nn.Module]) -> EqualLayers | None:
         """The longest list of equal layers in the model, all of which are called once; None where there is none."""
-        lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        lists = [(name, module) for name, module in model.named_modules() if isinstance(module, _LISTS)]
         for name, modules in sorted(lists, key=lambda found: -len(found[1])):
             if len(modules) < 2 or not all(module in called_once for module in modules):
                 continue
@@ -49,6 +52,11 @@ class EqualLayers:
     def names(self) -> list[str]:
         """Of all layers, in the model."""
         return [f"{self.name}.{name}" if self.name else name for name in self.modules._modules]
+
+    def compute_again(self) -> None:
+        """Have every layer computed again in the backward: only its input is kept for that."""
+        for layer in self.modules:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     @contextmanager
     def shortened(self, number: int) -> Iterator[None]:
@@ -66,7 +74,7 @@ class EqualLayers:
 def calls_counted(model: nn.Module) -> Iterator[Counter[nn.Module]]:
     """Counts how often each module of a list in the model is called inside."""
     counts: Counter[nn.Module] = Counter()
-    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    layers = [layer for module in model.modules() if isinstance(module, _LISTS) for layer in module]
     hooks = [layer.register_forward_pre_hook(lambda module, _: counts.update([module])) for layer in set(layers)]
     try:
         yield counts

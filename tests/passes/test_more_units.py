@@ -1,5 +1,6 @@
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.equal_units import EqualUnits
@@ -42,6 +43,19 @@ class Observed(Residual):
             if index == 5:
                 seen = x.detach()
         return x, seen
+
+
+class Checkpointed(nn.Module):
+    """Every layer is computed again in the backward."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.layers = nn.ModuleList([linear(4, 4) for _ in range(number)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, torch.sin(x), use_reentrant=False))
+        return x
 
 
 class Buffers(nn.Module):
@@ -156,6 +170,21 @@ joint(a: f32[8], primals_2: f32[3,4], b: f32[8], c: f32[8], d: f32[8], x: f32[8]
             self.assertEqual(found is not None, is_repeated, type(model).__name__)
             graph.gm.graph.lint()
             self.assertEqual(plain(graph) == before, not is_repeated)
+
+    def test_regions_that_are_computed_again_are_told_apart(self):
+        few, many = (joint_of(Checkpointed(number)) for number in (6, 9))
+        self.assertIsNotNone(repeated(few, 1, "x", "y", "z"))
+        found, expected = (
+            [node.meta.get("ac_graph_id") for node in graph.gm.graph.nodes if node.op == "call_function"]
+            for graph in (few, many)
+        )
+        order = sorted(set(expected) - {None})
+        self.assertEqual(len(order), 9)
+        of_found = sorted(set(found) - {None})
+        self.assertEqual(
+            [None if region is None else of_found.index(region) for region in found],
+            [None if region is None else order.index(region) for region in expected],
+        )
 
     def test_units_are_renamed_with_their_parameters(self):
         graph = joint_of(chain("abc")).gm.graph
