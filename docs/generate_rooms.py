@@ -23,6 +23,7 @@ FROM_THE_TOP = (
     "compat",
     "api",
     "rewriting",
+    "traced_call",
     "backend",
     "module",
     "report",

@@ -1,4 +1,4 @@
-"""A call of a model, to be traced: with all layers, or with a few of those that are equal, which stand for all."""
+"""A call of a model is traced with all layers, or with a few of those that are equal, which stand for all."""
 
 from __future__ import annotations
 

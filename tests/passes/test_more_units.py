@@ -1,3 +1,5 @@
+import re
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -199,12 +201,12 @@ def plain(graph):
 
 
 def plain_graph(graph):
-    """Text that is the same for graphs that differ in the names of nodes alone, or in lists for tuples."""
+    """Text that is the same for graphs that differ in names of nodes and sizes alone, or in lists for tuples."""
     number = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
         target = node.op if node.op in ("placeholder", "output") else node.target
         arguments = torch.utils._pytree.tree_leaves(torch.fx.map_arg((node.args, node.kwargs), number.__getitem__))
-        value = node.meta.get("val")
-        lines.append(f"{number[node]} = {target} {arguments} {getattr(value, 'shape', None)}".replace("'", ""))
+        shape = re.sub(r"s\d+", "s", str(getattr(node.meta.get("val"), "shape", None)))
+        lines.append(f"{number[node]} = {target} {arguments} {shape}")
     return "\n".join(lines)
