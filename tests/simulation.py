@@ -17,7 +17,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from fsdp_compile import rewrite, rewriting
+from fsdp_compile import rewrite, traced_call
 from fsdp_compile.compiler.capture import Capture
 from fsdp_compile.graphs import RewrittenGraphs
 from fsdp_compile.passes.padding import shard_rows
@@ -71,7 +71,7 @@ class Simulation:
         """The simulation of `model` on (replicas, ranks to shard over); options are those of `rewrite`."""
         inputs: list[Any] = []
         readings: list[nn.Module] = []
-        compile_graph, reading_copy = Capture.compile, rewriting.reading_copy
+        compile_graph, reading_copy = Capture.compile, traced_call.reading_copy
 
         def recording(self: Capture, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
             inputs.extend(example_inputs)
@@ -81,7 +81,7 @@ class Simulation:
             readings.append(reading_copy(*args))
             return readings[-1]
 
-        with patch.object(Capture, "compile", recording), patch.object(rewriting, "reading_copy", reading):
+        with patch.object(Capture, "compile", recording), patch.object(traced_call, "reading_copy", reading):
             ranks: Any = world_size if world_size[0] > 1 else world_size[1]
             graphs = rewrite(model, *example, world_size=ranks, **options)
         return cls(graphs, inputs, _shards(readings[-1]), world_size)

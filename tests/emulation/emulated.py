@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Shard
 from torch.utils._pytree import tree_map_only
 
 import fsdp_compile
-from fsdp_compile import rewriting
+from fsdp_compile import traced_call
 from fsdp_compile.compiler.partitioner import bucket_gradients
 from fsdp_compile.costs import predict
 from fsdp_compile.costs.hardware import find_hardware
@@ -107,14 +107,14 @@ def test_inference_keeps_its_schedule(model, options):
 @contextlib.contextmanager
 def tracing(prepare):
     """Inside, `prepare` may change the model that is traced."""
-    reading_copy = rewriting.reading_copy
+    reading_copy = traced_call.reading_copy
 
     def reading(*args):
         found = reading_copy(*args)
         prepare(found)
         return found
 
-    with patch.object(rewriting, "reading_copy", reading):
+    with patch.object(traced_call, "reading_copy", reading):
         yield
 
 
@@ -148,7 +148,7 @@ def test_accumulation_keeps_its_schedule(lowering):
 @contextlib.contextmanager
 def varying_rows():
     """Inside, models are traced for any number of rows."""
-    off_meta = rewriting.off_meta
+    off_meta = traced_call.off_meta
 
     def marked(values, device):
         found = off_meta(values, device)
@@ -157,7 +157,7 @@ def varying_rows():
                 torch._dynamo.mark_dynamic(tensor, 0)
         return found
 
-    with patch.object(rewriting, "off_meta", marked):
+    with patch.object(traced_call, "off_meta", marked):
         yield
 
 
