@@ -164,6 +164,7 @@ class _Order:
 
     Attributes:
         position: before there are copies.
+        last_input: the position of the last input of the unit alone.
         begin: of the unit, of the next one, in forward and backward; there the next one comes first.
         backward: the position where the backward begins.
     """
@@ -172,6 +173,7 @@ class _Order:
     number: int
     num_copies: int
     position: Mapping[torch.fx.Node, int]
+    last_input: int
     begin: tuple[int, int]
     next_begin: tuple[int, int]
     backward: int
@@ -186,14 +188,15 @@ class _Order:
             places = [position[node] for node in units.nodes[unit] if node.op != "placeholder"]
             return min(places), min(place for place in places if place >= backward)
 
-        return cls(units, number, num_copies, position, begin(number), begin(number + 1), backward)
+        inputs = [position[node] for node in units.nodes[number] if node.op == "placeholder"]
+        last_input = max(inputs, default=-1)
+        return cls(units, number, num_copies, position, last_input, begin(number), begin(number + 1), backward)
 
     def key(self, node: torch.fx.Node, copy: int = 0) -> tuple[int, int]:
         """Of a node, or of a copy of it, counted from 1."""
         position, (unit, _) = self.position[node], self.units.place.get(node, (None, 0))
         if node.op == "placeholder":
-            original = [self.position[each] for each in self.units.nodes[self.number] if each.op == "placeholder"]
-            return max(original) if copy else position, copy
+            return self.last_input if copy else position, copy
         period = self.next_begin[0] - self.begin[0]
         if position < self.backward:
             is_behind = position >= self.next_begin[0] if unit is None else unit > self.number

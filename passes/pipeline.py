@@ -142,9 +142,7 @@ class Pipeline:
 
     def rewrite_halves(self, halves: Halves) -> tuple[Side, Side]:
         """Forward and backward from halves, which are changed."""
-        forward, backward = self.partition.reshard_halves(halves)
-        verify_crossing(forward, backward, halves.num_fwd_outputs)
-        stage = stage_after(self.partition, STAGES[0])
+        forward, backward, stage = self._partitioned(halves)
         for name, gm in (("forward", forward), ("backward", backward)):
             verify(gm, stage)
             self._observe(name, self.partition, gm)
@@ -164,9 +162,7 @@ class Pipeline:
 
     def schedule_halves(self, halves: Halves) -> tuple[Side, Side]:
         """As `draft_halves`, but verified in the end."""
-        forward, backward = self.partition.reshard_halves(halves)
-        verify_crossing(forward, backward, halves.num_fwd_outputs)
-        stage = stage_after(self.partition, STAGES[0])
+        forward, backward, stage = self._partitioned(halves)
         return _scheduled(self.forward, forward, stage), _scheduled(self.backward, backward, stage)
 
     def schedule_inference(self, gm: torch.fx.GraphModule) -> Side:
@@ -176,6 +172,12 @@ class Pipeline:
     def rewrite_inference(self, gm: torch.fx.GraphModule) -> Side:
         """The graph of a call that needs no gradients."""
         return self._finish("forward", (*self.joint, *self.forward), gm, STAGES[0])
+
+    def _partitioned(self, halves: Halves) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule, Stage]:
+        """Forward and backward from halves, which are changed, and the stage that both are in."""
+        forward, backward = self.partition.reshard_halves(halves)
+        verify_crossing(forward, backward, halves.num_fwd_outputs)
+        return forward, backward, stage_after(self.partition, STAGES[0])
 
     def _finish(self, name: str, steps: tuple[Pass, ...], gm: torch.fx.GraphModule, stage: Stage) -> Side:
         stage = self._run_all(name, steps, gm, stage)

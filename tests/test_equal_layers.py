@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import traced_call
 from fsdp_compile.module.equal_layers import EqualLayers, calls_counted
 from fsdp_compile.options import Options
+from fsdp_compile.passes import pipeline
 from fsdp_compile.rewriting import Economy, Rewriter
-from tests.passes.test_more_units import plain_graph
+from tests.passes.tracing import plain_graph
 from tests.test_equal_units import gpt, llama_like
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -75,9 +76,9 @@ def llama_computed_again():
 
 
 def equal_layers(model, inputs):
-    with calls_counted(model) as counts, torch.no_grad():
+    with calls_counted(model) as num_calls, torch.no_grad():
         model(*inputs)
-    return EqualLayers.of(model, {module for module, count in counts.items() if count == 1})
+    return EqualLayers.of(model, num_calls)
 
 
 def checkpointed(layer, index):
@@ -155,8 +156,6 @@ def test_what_a_few_layers_do_not_tell_is_traced(options, expected, num_layers):
 
 
 def test_graphs_that_are_not_lowered_are_verified(monkeypatch):
-    from fsdp_compile.passes import pipeline
-
     seen = []
     monkeypatch.setattr(pipeline, "verify", lambda gm, stage, **options: seen.append(options))
     model, inputs = of_layers()

@@ -51,14 +51,17 @@ def made_on_meta(
             inputs = functions.make_inputs(batch, options.seq)
         if not isinstance(inputs, (tuple, list)):
             raise ConfigError(f"{call} returns the arguments of the model as a tuple, not {type(inputs).__name__}")
-        with _naming(f"the model, called with what {call} returned,"), torch.no_grad(), calls_counted(model) as counts:
+        with (
+            _naming(f"the model, called with what {call} returned,"),
+            torch.no_grad(),
+            calls_counted(model) as num_calls,
+        ):
             model(*inputs)
     if mesh is not None and functions.parallelize is not None:
         with _naming(f"{options.parallelize}(), which splits the model over {mesh.mesh_dim_names},"):
             split = functions.parallelize(model, mesh)
         model = model if split is None else split
-    layers = EqualLayers.of(model, {module for module, count in counts.items() if count == 1})
-    return model, inputs, layers
+    return model, inputs, EqualLayers.of(model, num_calls)
 
 
 def load(target: str, inputs: str, parallelize: str | None = None) -> Functions:

@@ -82,7 +82,7 @@ class Splits:
         if not skip_units(equal, num_before, num_before + num_skipped):
             return None
         part = 1 - num_skipped / equal.num_units
-        return dataclasses.replace(self, joint=copied, layout=None, traced=None, found={}), part
+        return self._around(copied, self.static_inputs), part
 
     def lengthened(self, num_traced: int, names: Sequence[str]) -> tuple[Splits, Sequence[str]] | None:
         """The same with a unit for each of these names, and the unit of the graph that each of them was before.
@@ -105,8 +105,12 @@ class Splits:
             return None
         static = {copy for at in self.static_inputs for copy in (inputs[at], *copies.get(inputs[at], ()))}
         positions = [at for at, node in enumerate(analysis.inputs(copied.graph)) if node in static]
-        splits = dataclasses.replace(self, joint=copied, static_inputs=positions, layout=None, traced=None, found={})
-        return splits, [*names[:behind], *[names[behind - 1]] * num_copies, *names[behind:num_traced]]
+        originals = [*names[:behind], *[names[behind - 1]] * num_copies, *names[behind:num_traced]]
+        return self._around(copied, positions), originals
+
+    def _around(self, joint: torch.fx.GraphModule, static_inputs: Sequence[int]) -> Splits:
+        """Those of another graph, which is merged and laid out."""
+        return dataclasses.replace(self, joint=joint, static_inputs=static_inputs, layout=None, traced=None, found={})
 
 
 def coded_late(halves: Halves) -> Halves:

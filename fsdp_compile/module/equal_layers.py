@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import types
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -35,11 +35,11 @@ class EqualLayers:
     modules: nn.ModuleList | nn.Sequential
 
     @classmethod
-    def of(cls, model: nn.Module, called_once: Collection[nn.Module]) -> EqualLayers | None:
-        """The longest list of equal layers in the model, all of which are called once; None where there is none."""
+    def of(cls, model: nn.Module, num_calls: Counter[nn.Module]) -> EqualLayers | None:
+        """The longest list of equal layers in the model, each of which was called once; None where there is none."""
         lists = [(name, module) for name, module in model.named_modules() if isinstance(module, _LISTS)]
         for name, modules in sorted(lists, key=lambda found: -len(found[1])):
-            if len(modules) < 2 or not all(module in called_once for module in modules):
+            if len(modules) < 2 or any(num_calls[module] != 1 for module in modules):
                 continue
             if all(_Comparison().are_equal(*pair) for pair in pairwise(modules)):
                 return cls(name, modules)

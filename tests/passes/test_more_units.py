@@ -1,20 +1,13 @@
-import re
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.equal_units import EqualUnits
-from fsdp_compile.passes.merge_gradients import MergeGradients
 from fsdp_compile.passes.more_units import rename_units, repeat_unit
-from tests.passes.test_fewer_units import Residual
+from tests.passes.test_fewer_units import Residual, joint_of
 from tests.passes.tiny import Chain, linear, rows
-from tests.passes.tracing import Pictures, trace
-
-
-def joint_of(model):
-    return trace(model, rows(), policy=nn.Linear).after(MergeGradients, "joint")
+from tests.passes.tracing import Pictures, plain_graph
 
 
 def chain(letters):
@@ -83,7 +76,7 @@ def repeated(graph, num_results, *names):
 
 class TestMoreUnits(Pictures):
     def test_a_copy_stands_between_the_units(self):
-        graph = joint_of(chain("abcdef"))
+        graph = joint_of(chain("abcdef"), rows())
         self.assertEqual(list(EqualUnits.of(graph.gm.graph).names), ["b", "c", "d", "e"])
         copies = repeated(graph, 1, "x")
         self.assertEqual([[copy.name for copy in found] for found in copies.values()], [["primals_5_copy_1"]])
@@ -150,10 +143,11 @@ joint(a: f32[8], primals_2: f32[3,4], b: f32[8], c: f32[8], d: f32[8], x: f32[8]
         )
 
     def test_it_is_the_graph_of_a_model_with_more_layers(self):
-        for few, more in ((chain("abcdef"), chain("abcdxyef")), (Buffers(6), Buffers(8))):
-            graph, whole = joint_of(few), joint_of(more)
-            names = ["layers.4", "layers.5"] if isinstance(few, Buffers) else ["x", "y"]
-            behind = {"layers.4": "layers.6", "layers.5": "layers.7"} if isinstance(few, Buffers) else {}
+        for few, more, names, behind in (
+            (chain("abcdef"), chain("abcdxyef"), ["x", "y"], {}),
+            (Buffers(6), Buffers(8), ["layers.4", "layers.5"], {"layers.4": "layers.6", "layers.5": "layers.7"}),
+        ):
+            graph, whole = joint_of(few, rows()), joint_of(more, rows())
             rename_units(graph.gm.graph.nodes, behind)
             self.assertIsNotNone(repeated(graph, 1, *names))
             self.assertEqual(plain(graph), plain(whole))
@@ -166,7 +160,7 @@ joint(a: f32[8], primals_2: f32[3,4], b: f32[8], c: f32[8], d: f32[8], x: f32[8]
             (Shared(own=True), 1, False),
             (Observed(), 2, False),
         ):
-            graph = joint_of(model)
+            graph = joint_of(model, rows())
             before = plain(graph)
             found = repeated(graph, num_results, "x", "y")
             self.assertEqual(found is not None, is_repeated, type(model).__name__)
@@ -174,7 +168,7 @@ joint(a: f32[8], primals_2: f32[3,4], b: f32[8], c: f32[8], d: f32[8], x: f32[8]
             self.assertEqual(plain(graph) == before, not is_repeated)
 
     def test_regions_that_are_computed_again_are_told_apart(self):
-        few, many = (joint_of(Checkpointed(number)) for number in (6, 9))
+        few, many = (joint_of(Checkpointed(number), rows()) for number in (6, 9))
         self.assertIsNotNone(repeated(few, 1, "x", "y", "z"))
         found, expected = (
             [node.meta.get("ac_graph_id") for node in graph.gm.graph.nodes if node.op == "call_function"]
@@ -189,7 +183,7 @@ joint(a: f32[8], primals_2: f32[3,4], b: f32[8], c: f32[8], d: f32[8], x: f32[8]
         )
 
     def test_units_are_renamed_with_their_parameters(self):
-        graph = joint_of(chain("abc")).gm.graph
+        graph = joint_of(chain("abc"), rows()).gm.graph
         rename_units(graph.nodes, {"b": "y/z"})
         unshards = [node for node in graph.nodes if ops.is_call(node, ops.UNSHARD)]
         self.assertEqual([ops.argument(node, "bucket") for node in unshards], ["a", "y%2Fz", "c"])
@@ -198,15 +192,3 @@ joint(a: f32[8], primals_2: f32[3,4], b: f32[8], c: f32[8], d: f32[8], x: f32[8]
 
 def plain(graph):
     return plain_graph(graph.gm.graph)
-
-
-def plain_graph(graph):
-    """Text that is the same for graphs that differ in names of nodes and sizes alone, or in lists for tuples."""
-    number = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
-    lines = []
-    for node in graph.nodes:
-        target = node.op if node.op in ("placeholder", "output") else node.target
-        arguments = torch.utils._pytree.tree_leaves(torch.fx.map_arg((node.args, node.kwargs), number.__getitem__))
-        shape = re.sub(r"s\d+", "s", str(getattr(node.meta.get("val"), "shape", None)))
-        lines.append(f"{number[node]} = {target} {arguments} {shape}")
-    return "\n".join(lines)

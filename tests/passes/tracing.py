@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -174,3 +175,15 @@ class Pictures(expecttest.TestCase):
         with self.assertRaises(error) as caught:
             function(*args, **kwargs)
         return str(caught.exception)
+
+
+def plain_graph(graph: torch.fx.Graph) -> str:
+    """Text that is the same for graphs that differ in names of nodes and sizes alone, or in lists for tuples."""
+    number = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        target = node.op if node.op in ("placeholder", "output") else node.target
+        arguments = torch.utils._pytree.tree_leaves(torch.fx.map_arg((node.args, node.kwargs), number.__getitem__))
+        shape = re.sub(r"s\d+", "s", str(getattr(node.meta.get("val"), "shape", None)))
+        lines.append(f"{number[node]} = {target} {arguments} {shape}")
+    return "\n".join(lines)
