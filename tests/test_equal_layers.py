@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -132,7 +133,20 @@ def test_the_graphs_are_those_of_the_whole_model(name, num_layers):
     assert sum(isinstance(module, nn.ModuleList) and len(module) == 12 for module in model.modules()) == 1
 
 
-@pytest.mark.parametrize("differ", [every_third_is_scaled, one_has_a_hook, each_adds_its_own, one_is_frozen])
+def each_has_an_array(layer, index):
+    layer.table = np.arange(3)
+
+
+@pytest.mark.parametrize(
+    "differ",
+    [
+        every_third_is_scaled,
+        one_has_a_hook,
+        each_adds_its_own,
+        one_is_frozen,
+        each_has_an_array,  # whose comparison has no truth value
+    ],
+)
 def test_layers_that_differ_are_not_equal(differ):
     assert equal_layers(*of_layers(differ=differ)) is None
     assert equal_layers(*of_layers()).names == [f"layers.{index}" for index in range(12)]
