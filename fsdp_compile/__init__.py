@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .errors import CaptureError, CompilationWarning, ConfigError, NonFiniteError, PassError, RankError, VerifyError
     from .graphs import RewrittenGraph, RewrittenGraphs
     from .layout.communication import CommunicationDtype
+    from .layout.parts import unwrap_tensor_subclasses
     from .module.communication_state import CommunicationState
     from .module.sharded_module import register_fsdp_forward_method
 
@@ -33,6 +34,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "rewrite",
     "shard",
+    "unwrap_tensor_subclasses",
 ]
 
 _FILE_OF_NAME = {
@@ -44,6 +46,7 @@ _FILE_OF_NAME = {
     "register_fsdp_forward_method": "module.sharded_module",
     "rewrite": "api",
     "shard": "api",
+    "unwrap_tensor_subclasses": "layout.parts",
 }
 """Of those in `__all__` that are no errors."""
 

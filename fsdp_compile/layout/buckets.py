@@ -19,6 +19,7 @@ from ..passes.padding import room
 from .communication import UNCHANGED, CommunicationDtype
 from .distribution import Distribution, local_part, read_as
 from .options import GradientReduction
+from .parts import holds_others
 from .units import Unit
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -196,6 +197,12 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} has no shape yet: run the lazy module once before sharding it")
         local = local_part(parameter)
+        if holds_others(parameter) and not parameter.requires_grad:
+            raise ConfigError(
+                f"{name} is a {type(local).__name__}, a tensor that holds others: a shard would be a plain tensor of "
+                "its values. Make its parts parameters with fsdp_compile.unwrap_tensor_subclasses(model), or pass it "
+                "in ignored_params"
+            )
         check_extension(name, local)
         if is_traceable_wrapper_subclass(local):
             raise ConfigError(

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ..checks import check_bool, check_dtype
 from ..errors import ConfigError
 from .globs import innermost, is_named
+from .parts import names_of_parts
 
 Key = str | type[nn.Module]
 
@@ -27,7 +28,8 @@ class Precision:
     """The policies of a model.
 
     Attributes:
-        policy_of_parameter: by the parameter's name; parameters without a policy keep their dtype, as integers do.
+        policy_of_parameter: by the parameter's name; parameters without a policy keep their dtype, as integers and
+            parts of quantised weights do.
         policy_of_boundary: by the name of a module that casts its inputs or outputs.
     """
 
@@ -55,10 +57,13 @@ def find_precision(model: nn.Module, mp_policy: object, units: Iterable[str]) ->
     if isinstance(mp_policy, MixedPrecisionPolicy):
         for unit in units:
             boundaries.setdefault(unit, dataclasses.replace(mp_policy, output_dtype=None))
+    parts = names_of_parts(model)
     policy_of_parameter = {
         name: policy_of_module[module]
         for name, parameter in model.named_parameters()
-        if parameter.is_floating_point() and (module := innermost(name, policy_of_module)) is not None
+        if parameter.is_floating_point()
+        and name not in parts
+        and (module := innermost(name, policy_of_module)) is not None
     }
     return Precision(policy_of_parameter, boundaries)
 

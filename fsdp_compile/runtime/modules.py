@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch._dynamo.eval_frame import skip_code
 
+from ..layout.parts import Parts
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -28,6 +30,8 @@ class CalledByItself:
     @not_captured
     def _compiled_call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Where `nn.Module.__call__` goes. Dynamo takes the shorter way to `forward`, and pays nothing for this."""
+        if isinstance(self, Parts):
+            return self._call_impl(*args, **kwargs)
         return self._fsdp_running.run(self, self._call_impl, args, kwargs)  # type: ignore[attr-defined]
 
 
