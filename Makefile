@@ -11,7 +11,6 @@ REPORT ?= build/gpu-report.md
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
-RANKS := tests/distributed tests/integrations tests/test_examples.py tests/test_packaging.py tests/test_transformers.py
 
 .PHONY: demo test test-gpu check docs clean
 
@@ -37,10 +36,9 @@ demo: $(PACKAGE)
 	$(BIN)/python examples/train_gpt.py --reference --steps 20 --compare $(DEMO)/losses.jsonl
 	@echo; echo "$(DEMO)/graphs/report.html is for a browser; schedule.txt begins:"; head -n 24 $(DEMO)/graphs/schedule.txt
 
-# Tests on one process two at a time, the longest first, then those that start processes or compile much.
+# Two files at a time, those that take longest first.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(RANKS))
-	$(BIN)/python -m pytest $(RANKS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # In ten minutes; half an hour where a GPU is emulated, at most.
 test-gpu: $(INSTALLED)

@@ -139,6 +139,8 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
 
     Logits stay split, too: what calls the model is inside `torch.distributed.tensor.parallel.loss_parallel()`.
     """
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        raise ValueError(f"it is split over the dimension tp, and this mesh has {mesh.mesh_dim_names}")
     if model.config.kv_heads % mesh["tp"].size():
         raise ValueError(f"{model.config.kv_heads} heads of keys and values for {mesh['tp'].size()} ranks")
     tokens = Shard(1)

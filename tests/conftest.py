@@ -12,7 +12,8 @@ from hypothesis import settings
 from tests import ranks
 from tests.models import DEVICE
 
-LONGEST = ("test_fuzz.py", "test_emulation.py")  # files that begin first: no process has one left at the end
+# Files that begin first: no process has one left at the end.
+LONGEST = ("test_fuzz.py", "test_emulation.py", "test_transformers.py", "test_examples.py")
 
 settings.register_profile("quick", max_examples=200, deadline=None, derandomize=True, database=None)
 settings.register_profile("thorough", max_examples=3000, deadline=None, database=None)

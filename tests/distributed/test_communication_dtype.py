@@ -114,13 +114,20 @@ def test_without_generated_code_it_is_equal_to_the_last_bit(world_size, asked, l
     assert_trains_so(model, made(OddRows), ASKED[asked], is_equal=True)
 
 
-@pytest.mark.parametrize(("backend", "asked"), [("aot_eager", "mixed"), ("inductor", "int8")])
-@on_ranks(4)
-def test_a_transformer_trains_as_one_that_rounds(world_size, backend, asked):
+def assert_a_transformer_trains_so(backend, asked, reduced):
     model = fsdp_compile(build("gpt"), backend=backend, communication_dtype=ASKED[asked])
     assert_trains_so(model, build("gpt"), ASKED[asked])
-    reductions = {"int8": torch.int8, "mixed": torch.bfloat16}
-    assert messages(model) == {"all_gather": {torch.int8}, "all_to_all": {reductions[asked]}}
+    assert messages(model) == {"all_gather": {torch.int8}, "all_to_all": {reduced}}
+
+
+@on_ranks(4)
+def test_a_transformer_trains_as_one_that_rounds(world_size):
+    assert_a_transformer_trains_so("aot_eager", "mixed", torch.bfloat16)
+
+
+@on_ranks(2)
+def test_and_with_generated_code(world_size):
+    assert_a_transformer_trains_so("inductor", "int8", torch.int8)
 
 
 OPTIONS = {

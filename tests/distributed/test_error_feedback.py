@@ -11,7 +11,7 @@ from fsdp_compile import CommunicationDtype, CommunicationState, ConfigError, fs
 from fsdp_compile.passes import forms, ops
 from tests.distributed.test_communication_dtype import assert_close_but_for_steps, rounded
 from tests.distributed.training import batch_of_rank, both_front_ends, compiled, full, hybrid_mesh, sgd
-from tests.models import OddRows, build, made
+from tests.models import OddRows, made
 from tests.ranks import on_ranks
 
 STEPS = range(4)
@@ -106,8 +106,8 @@ def test_units_differ_and_eager_code_does_the_same(world_size, front_end):
 
 @on_ranks(4)
 def test_with_generated_code_and_replicas(world_size):
-    model = fsdp_compile(build("gpt"), hybrid_mesh(), backend="inductor", communication_dtype=INT4)
-    assert_trains_so(model, Expected(build("gpt"), INT4), is_equal=False)
+    model = fsdp_compile(made(OddRows), hybrid_mesh(), backend="inductor", communication_dtype=INT4)
+    assert_trains_so(model, Expected(made(OddRows), INT4), is_equal=False)
 
 
 @on_ranks(2)

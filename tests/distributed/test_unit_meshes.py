@@ -88,11 +88,11 @@ class Layer(nn.Module):
 
 
 class Mixture(nn.Module):
-    def __init__(self):
+    def __init__(self, num_layers=2):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(3, WIDTH)
-        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers = nn.ModuleList([Layer() for _ in range(num_layers)])
         self.last = nn.Linear(WIDTH, 2)
 
     def forward(self, x):
@@ -108,10 +108,10 @@ def meshes():
     return init_device_mesh(DEVICE.type, (4,), mesh_dim_names=("dp",)), both["efsdp"], both["ep"]
 
 
-def split(as_dtensors):
+def split(as_dtensors, **sizes):
     """A mixture whose experts are split, the mesh to shard the rest of it over, and that for experts."""
     dense, efsdp, ep = meshes()
-    model = Mixture()
+    model = Mixture(**sizes)
     for layer in model.layers:
         layer.experts.split(ep, as_dtensors=as_dtensors)
     return model, dense, efsdp
@@ -133,8 +133,8 @@ def sharded_as_by_torch(*, as_dtensors=True, backend="aot_eager"):
     return fully_shard(model, mesh=dense, backend=backend)
 
 
-def sharded_by_a_map(*, as_dtensors=True, backend="aot_eager", **options):
-    model, dense, efsdp = split(as_dtensors)
+def sharded_by_a_map(*, num_layers=2, as_dtensors=True, backend="aot_eager", **options):
+    model, dense, efsdp = split(as_dtensors, num_layers=num_layers)
     return fsdp_compile(model, {"": dense, "*.experts": efsdp}, backend=backend, **options)
 
 
@@ -276,7 +276,7 @@ def test_checkpoints_move_between_meshes(world_size):
 
 @on_ranks(4)
 def test_copies_and_accumulated_gradients(world_size):
-    model = sharded_by_a_map()
+    model = sharded_by_a_map(num_layers=1)
     copied = copy.deepcopy(model)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         for step in range(2):
@@ -292,7 +292,7 @@ def test_copies_and_accumulated_gradients(world_size):
 
 @on_ranks(4)
 def test_a_gradient_of_an_expert_that_is_not_finite_is_told_on_every_rank(world_size):
-    model = sharded_by_a_map(check_gradients=True)
+    model = sharded_by_a_map(num_layers=1, check_gradients=True)
     with torch.no_grad():
         if dist.get_rank() % 2:  # half of the experts
             model.layers[0].experts.up.to_local().fill_(float("inf"))
