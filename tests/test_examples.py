@@ -164,7 +164,7 @@ def test_adapters_are_trained_saved_and_loaded(tmp_path: Path) -> None:
     output = run(f"{TORCHRUN} 2 examples/finetune_lora.py {short}")
     assert "58,368 of 1,046,336 parameters are trainable" in output  # 3,968 are scales of rows
     before, after, loaded = map(float, re.findall(r"held-out loss .*?([0-9.]+) nats", output))
-    assert loaded == pytest.approx(after, abs=2e-4) and after != pytest.approx(before, abs=5e-4), output
+    assert loaded == pytest.approx(after, abs=2e-4) and after != pytest.approx(before, abs=2e-3), output
     adapters = safetensors.torch.load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     assert sum(tensor.numel() for tensor in adapters.values()) == 58_368
 

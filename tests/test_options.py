@@ -26,7 +26,7 @@ SHOWN_BY = {  # the test that fails if the option has no effect, or that shows t
     "model": "distributed/test_errors.py::test_something_that_is_no_module",
     "mesh": "distributed/test_meshes.py::test_a_mesh_of_one_dimension_shards_over_it",
     "process_group": "distributed/test_meshes.py::test_a_process_group_shards_over_its_ranks_only",
-    "auto_wrap_policy": "distributed/test_units.py::test_policies_that_name_the_blocks_give_the_same_units",
+    "auto_wrap_policy": "distributed/test_units.py::test_policies_that_name_the_blocks_give_the_same_graphs",
     "sharding_strategy": "distributed/test_strategies.py::test_shard_grad_op_gathers_each_unit_once",
     "reshard_after_forward": "test_rewrite.py::test_reshard_after_forward_says_what_is_kept",
     "shard_placement_fn": "test_rewrite.py::test_parts_along_another_dimension_are_put_side_by_side",

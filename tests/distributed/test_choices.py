@@ -53,7 +53,7 @@ def assert_same_bits(backend, world_size, choice):
 
 
 @named(CHOICES)
-@on_ranks(2)
+@on_ranks(4)
 def test_schedule_changes_no_gradient(world_size, choice):
     assert_same_bits("aot_eager", world_size, choice)
 

@@ -12,7 +12,6 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from fsdp_compile import rewrite
-from fsdp_compile.layout.units import find_units
 from tests.distributed.training import assert_trains_as, compiled
 from tests.models import Block, build
 from tests.ranks import on_ranks
@@ -42,16 +41,19 @@ BY_BLOCK = [name for name in POLICIES if name not in ("auto", "size_based")]
 @pytest.mark.parametrize("policy", ["auto", "size_based", "module_wrap"])
 @on_ranks(2)
 def test_every_kind_of_policy_trains_equal(world_size, policy):
-    """One of those that name the blocks stands for all: their units are the same."""
+    """One of those that name the blocks stands for all: their graphs are the same."""
     model = build("gpt")
     compiled(model, auto_wrap_policy=POLICIES[policy](model))
     assert_trains_as(model, build("gpt"))
 
 
-def test_policies_that_name_the_blocks_give_the_same_units(fresh_compiler):
-    model = build("gpt")
-    units = {name: find_units(model, POLICIES[name](model)) for name in BY_BLOCK}
-    assert [name for name in BY_BLOCK if units[name] != units["module_wrap"]] == []
-    graphs = rewrite(model, *model.inputs(4, seed=0), world_size=2, auto_wrap_policy=POLICIES["module_wrap"](model))
-    assert "fsdp.all_gather(blocks.0)" in str(graphs.forward)
-    assert "fsdp.all_gather(blocks.1)" in str(graphs.forward)
+def test_policies_that_name_the_blocks_give_the_same_graphs(fresh_compiler):
+    def forward_text(policy):
+        model = build("gpt")
+        inputs = model.inputs(4, seed=0)
+        return str(rewrite(model, *inputs, world_size=2, auto_wrap_policy=POLICIES[policy](model)).forward)
+
+    text = forward_text("module_wrap")
+    assert "fsdp.all_gather(blocks.0)" in text
+    assert "fsdp.all_gather(blocks.1)" in text
+    assert [policy for policy in BY_BLOCK if forward_text(policy) != text] == []

@@ -41,9 +41,9 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 PROGRAMS = {
     "grouped": ("gpt", {"collective_lowering": "grouped"}, 4),
     "packed": ("gpt", {"collective_lowering": "packed"}, 4),
-    "prefetch 2": ("odd_mlp", {"forward_prefetch": 2, "backward_prefetch": 2, "collective_lowering": "grouped"}, 4),
+    "prefetch 2": ("gpt", {"forward_prefetch": 2, "backward_prefetch": 2, "collective_lowering": "grouped"}, 4),
     "mixed": ("gpt", {"mp_policy": MIXED, "collective_lowering": "grouped"}, 4),
-    "mixed packed": ("odd_mlp", {"mp_policy": MIXED, "collective_lowering": "packed"}, 4),
+    "mixed packed": ("gpt", {"mp_policy": MIXED, "collective_lowering": "packed"}, 4),
     "offload": ("gpt", {"offload_policy": CPUOffloadPolicy(), "collective_lowering": "grouped"}, 4),
     "offload packed": ("odd_mlp", {"offload_policy": CPUOffloadPolicy(), "collective_lowering": "packed"}, 4),
     "no prefetch": (
