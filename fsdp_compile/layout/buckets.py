@@ -197,17 +197,15 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} has no shape yet: run the lazy module once before sharding it")
         local = local_part(parameter)
-        if holds_others(parameter) and not parameter.requires_grad:
-            raise ConfigError(
-                f"{name} is a {type(local).__name__}, a tensor that holds others: a shard would be a plain tensor of "
-                "its values. Make its parts parameters with fsdp_compile.unwrap_tensor_subclasses(model), or pass it "
-                "in ignored_params"
-            )
-        check_extension(name, local)
+        can_be_unwrapped = holds_others(parameter) and not parameter.requires_grad
+        if not can_be_unwrapped:
+            check_extension(name, local)
         if is_traceable_wrapper_subclass(local):
+            unwrapped = "Make its parts parameters with fsdp_compile.unwrap_tensor_subclasses(model)"
             raise ConfigError(
                 f"{name} is a {type(local).__name__}, a tensor that holds others: its part of a shard would be a plain "
-                "tensor of its values. Use a plain tensor, or pass it in ignored_params"
+                f"tensor of its values. {unwrapped if can_be_unwrapped else 'Use a plain tensor'}, or pass it in "
+                "ignored_params"
             )
 
 

@@ -6,6 +6,7 @@ say, of a weight whose values are wanted.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,13 +22,11 @@ from ..errors import ConfigError
 class OfParts(nn.Module):
     """A parametrization of torch.nn.utils: a tensor that holds others is made of these."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self.form = _Form.of(tensor)
+    form: _Form  # of the tensor that was registered, or assigned since
 
     def right_inverse(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         self.form = _Form.of(tensor)
-        return list(_parts(tensor))
+        return list(self.form.parts_of(tensor))
 
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:
         return self.form.made_of(iter(parts))
@@ -40,11 +39,15 @@ class Parts(parametrize.ParametrizationList):
     """The parts of one tensor. Outside of a forward, a call of it is a read of an attribute, and gathers nothing."""
 
 
+@dataclasses.dataclass(frozen=True)
 class _Form:
     """How a tensor is made of its parts; those that hold others themselves have a form of their own."""
 
-    def __init__(self, cls: Any, inner: dict[str, _Form | None], context: Any, size: Any, stride: Any) -> None:
-        self.cls, self.inner, self.context, self.size, self.stride = cls, inner, context, size, stride
+    cls: Any
+    inner: dict[str, _Form | None]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: Any) -> _Form:
@@ -53,18 +56,14 @@ class _Form:
         inner = {name: cls.of(part) if is_traceable_wrapper_subclass(part) else None for name, part in parts.items()}
         return cls(type(tensor), inner, context, tensor.size(), tensor.stride())
 
+    def parts_of(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        for name, form in self.inner.items():
+            part = getattr(tensor, name)
+            yield from [part] if form is None else form.parts_of(part)
+
     def made_of(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
         inner = {name: next(parts) if form is None else form.made_of(parts) for name, form in self.inner.items()}
         return self.cls.__tensor_unflatten__(inner, self.context, self.size, self.stride)  # type: ignore[no-any-return]
-
-
-def _parts(tensor: Any) -> Iterator[torch.Tensor]:
-    for name in tensor.__tensor_flatten__()[0]:
-        part = getattr(tensor, name)
-        if is_traceable_wrapper_subclass(part):
-            yield from _parts(part)
-        else:
-            yield part
 
 
 def holds_others(tensor: torch.Tensor) -> bool:
@@ -86,21 +85,21 @@ def unwrap_tensor_subclasses(model: nn.Module) -> nn.Module:
     Raises:
         ConfigError: one of them is to be trained; the model is untouched.
     """
-    found: list[tuple[nn.Module, str, str, nn.Parameter]] = [
-        (module, name, f"{prefix}.{name}" if prefix else name, parameter)
-        for prefix, module in model.named_modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and holds_others(parameter)
-    ]
-    for _, _, qualified, parameter in found:
-        if parameter.requires_grad:
+    for qualified, parameter in model.named_parameters():
+        if holds_others(parameter) and parameter.requires_grad:
             raise ConfigError(
                 f"{qualified}, a {type(parameter).__name__}, is to be trained: gradients are of a tensor, not of the "
                 "parts that it holds. Freeze it with requires_grad_(False), or use a plain tensor"
             )
+    found = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and holds_others(parameter)
+    ]
     parts_of: dict[nn.Parameter, nn.Module] = {}
-    for module, name, _, parameter in found:
-        parametrize.register_parametrization(module, name, OfParts(parameter), unsafe=True)
+    for module, name, parameter in found:
+        parametrize.register_parametrization(module, name, OfParts(), unsafe=True)
         parts = module.parametrizations[name]  # type: ignore[index]
         parts.__class__ = Parts
         parts._parameters.update(parts_of.setdefault(parameter, parts)._parameters)  # type: ignore[union-attr,arg-type]
@@ -110,8 +109,8 @@ def unwrap_tensor_subclasses(model: nn.Module) -> nn.Module:
 def names_of_parts(model: nn.Module) -> set[str]:
     """The names of parameters that are parts of a tensor. They keep their dtype: the tensor is made of these values."""
     return {
-        f"{prefix}.{name}" if prefix else name
+        name
         for prefix, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, Parts)
-        for name, _ in module.named_parameters(recurse=False)
+        for name, _ in module.named_parameters(prefix, recurse=False)
     }

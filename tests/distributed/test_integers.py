@@ -7,8 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import CommunicationDtype, fsdp_compile
-from fsdp_compile.passes import ops
-from tests.distributed.training import assert_trains_as, both_front_ends, compiled, full
+from tests.distributed.training import assert_trains_as, both_front_ends, compiled, full, gathered_dtypes
 from tests.models import Regression, made
 from tests.ranks import on_ranks
 
@@ -58,20 +57,12 @@ class Adapted(Regression):
 WRAPPED = {"auto_wrap_policy": {Quantised, Fours}}
 
 
-def gathered(model):
-    return {
-        node.all_input_nodes[0].meta["val"].dtype
-        for node in model.graphs[-1].forward.graph.nodes
-        if ops.is_all_gather(node)
-    }
-
-
 @pytest.mark.parametrize(("backend", "lowering"), [("aot_eager", "grouped"), ("inductor", "packed")])
 @on_ranks(2)
 def test_they_travel_as_they_are(world_size, backend, lowering):
     model = fsdp_compile(made(Adapted), backend=backend, collective_lowering=lowering, **WRAPPED)
     assert_trains_as(model, made(Adapted))
-    assert gathered(model) == {torch.int8, torch.uint8, torch.float32}
+    assert gathered_dtypes(model.graphs[-1].forward) == {torch.int8, torch.uint8, torch.float32}
     assert model.first.weight.dtype == torch.int8 and model.first.weight.to_local().numel() < 7 * 20
 
 

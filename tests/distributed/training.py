@@ -239,6 +239,11 @@ def gathered_units(side: RewrittenGraph) -> list[str]:
     return [ops.unit_of_bucket(ops.argument(node, "bucket")) for node in gathers]
 
 
+def gathered_dtypes(side: RewrittenGraph) -> set[torch.dtype]:
+    """Of a forward or a backward: the dtypes of the shards that it gathers."""
+    return {node.all_input_nodes[0].meta["val"].dtype for node in side.graph.nodes if ops.is_all_gather(node)}
+
+
 def assert_close(actual: object, expected: object) -> None:
     torch.testing.assert_close(actual, expected, **CLOSE)
 

@@ -13,8 +13,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, linear_nf4, to_nf4
 
 from fsdp_compile import ConfigError, fsdp_compile, rewrite, shard, unwrap_tensor_subclasses
-from fsdp_compile.passes import ops
-from tests.distributed.training import full, sgd, take_step
+from tests.distributed.training import full, gathered_dtypes, sgd, take_step
 from tests.models import made, seeded
 from tests.ranks import on_ranks
 
@@ -79,10 +78,6 @@ def assert_trains_so(model, expected, **close):
         take_step(optimizers)
 
 
-def gathered(graph):
-    return {node.all_input_nodes[0].meta["val"].dtype for node in graph.nodes if ops.is_all_gather(node)}
-
-
 @pytest.mark.parametrize("stored", ["nf4", "int8"])
 @on_ranks(2)
 def test_adapters_train_as_beside_the_whole_weights(world_size, stored):
@@ -91,8 +86,8 @@ def test_adapters_train_as_beside_the_whole_weights(world_size, stored):
     assert_trains_so(model, expected, rtol=0, atol=0)
     assert len(model.graphs) == 1
     narrow = {torch.uint8, torch.int8} if stored == "nf4" else {torch.int8}
-    for graph in (model.graphs[0].forward.graph, model.graphs[0].backward.graph):
-        assert gathered(graph) >= narrow
+    for side in model.graphs[0].sides:
+        assert gathered_dtypes(side) >= narrow
     held = sum(parameter.to_local().nbytes for name, parameter in model.named_parameters() if "original" in name)
     whole = sum(module.base.weight.numel() for module in (expected.first, expected.second))
     assert held < (0.56 if stored == "nf4" else 1.05) * whole / world_size + 1024
