@@ -239,12 +239,12 @@ def _choose(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> tupl
     shape: Any = resolved.size() if resolved.ndim == 1 else tuple(resolved.shape)
     goal = Goal(hardware, options.schedule.memory_budget, "inductor")
     inputs = _inputs_on(device, options.example_inputs)
-    rewrites = candidates(Rewriter(model, inputs, {}, chosen), shape, goal, None if is_given else ranks_per_node)
+    open_strategies = candidates(Rewriter(model, inputs, {}, chosen), shape, goal, None if is_given else ranks_per_node)
 
     def choose() -> Choice:
         try:
             with phase("choosing a strategy"):
-                return best_strategy(rewrites, goal)
+                return best_strategy(open_strategies, goal)
         except CaptureError as e:
             raise CaptureError(f"sharding_strategy='auto' calls the model with example_inputs: {e}") from e
 

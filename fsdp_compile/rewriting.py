@@ -73,10 +73,58 @@ class Rewriter:
     def __call__(
         self, *, world_size: WorldSize, sharding_strategy: ShardingStrategy, hardware: Hardware | None = None
     ) -> RewrittenGraphs:
-        options = dataclasses.replace(
-            self._options, sharding_strategy=sharding_strategy, hardware=hardware, memory_budget=None
-        )
+        options = self._options_of(sharding_strategy, hardware)
         return rewrite_for(*self._call, options, world_size, self._device, economy=self._economy)
+
+    def shard_bytes(self, *, world_size: WorldSize, sharding_strategy: ShardingStrategy) -> tuple[int, int]:
+        """Bytes of what a rank keeps of all parameters, and of those that are trained."""
+        model, *_ = self._call
+        sharding = _Sharding.of(model, self._options_of(sharding_strategy), world_size, self._device)
+        sizes = [(layout.numel * layout.dtype.itemsize, layout.requires_grad) for layout in sharding.decided[1]]
+        return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+
+    def _options_of(self, strategy: ShardingStrategy, hardware: Hardware | None = None) -> Options:
+        return dataclasses.replace(self._options, sharding_strategy=strategy, hardware=hardware, memory_budget=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sharding:
+    """How a model is sharded over ranks.
+
+    Attributes:
+        mesh: of the ranks; None where only their number is known.
+        decide: makes `decided`, anew for other tensors of the model.
+    """
+
+    mesh: DeviceMesh | None
+    axes: Axes
+    decide: Callable[[], Decided]
+    decided: Decided
+
+    @classmethod
+    def of(cls, model: nn.Module, options: Options, world_size: object, device: str | torch.device) -> _Sharding:
+        main, own_meshes = find_meshes(model, world_size, argument="world_size")
+        mesh = main if isinstance(main, DeviceMesh) else None
+        if own_meshes and mesh is None:
+            raise ConfigError('world_size: a map to meshes has one for the model itself, too, by the name ""')
+        axes = _axes_of_size(main, options.strategy) if mesh is None else _axes_of_mesh(mesh, options.strategy)
+        if isinstance(model, nn.Module) and (parts := sharded_parts(model)):
+            raise ConfigError(
+                f"rewrite takes a model that is not sharded, and {next(iter(parts))} is: look at its `graphs`"
+            )
+
+        def decided() -> Decided:
+            decision = decide(model, options, own_meshes)
+            return decision, layouts_of(decision, axes, torch.device(device)) if axes.everyone.size > 1 else []
+
+        decision, layouts = decided()
+        if decision.own_meshes and mesh is None:
+            named = next(iter(decision.own_meshes))
+            raise ConfigError(f"{named} has a mesh of its own, and world_size is no mesh: give the model one, too")
+        if axes.everyone.size > 1:
+            check_dense(model, set(decision.parameters.values()))
+        check_own_sizes(decision, axes.shards.size)
+        return cls(mesh, axes, decided, (decision, layouts))
 
 
 def rewrite_for(
@@ -96,27 +144,8 @@ def rewrite_for(
     """
     economy = economy or Economy()
     check_traced_on(device, model, (args, kwargs))
-    main, own_meshes = find_meshes(model, world_size, argument="world_size")
-    mesh = main if isinstance(main, DeviceMesh) else None
-    if own_meshes and mesh is None:
-        raise ConfigError('world_size: a map to meshes has one for the model itself, too, by the name ""')
-    axes = _axes_of_size(main, options.strategy) if mesh is None else _axes_of_mesh(mesh, options.strategy)
-    if isinstance(model, nn.Module) and (parts := sharded_parts(model)):
-        raise ConfigError(
-            f"rewrite takes a model that is not sharded, and {next(iter(parts))} is: look at its `graphs`"
-        )
-
-    def decided() -> Decided:
-        decision = decide(model, options, own_meshes)
-        return decision, layouts_of(decision, axes, torch.device(device)) if axes.everyone.size > 1 else []
-
-    decision, layouts = decided()
-    if decision.own_meshes and mesh is None:
-        named = next(iter(decision.own_meshes))
-        raise ConfigError(f"{named} has a mesh of its own, and world_size is no mesh: give the model one, too")
-    if axes.everyone.size > 1:
-        check_dense(model, set(decision.parameters.values()))
-    check_own_sizes(decision, axes.shards.size)
+    sharding = _Sharding.of(model, options, world_size, device)
+    mesh, axes, (decision, layouts) = sharding.mesh, sharding.axes, sharding.decided
     reshard = decision.with_shards(axes.shards.size).values()
     sizes = [size for size in reshard if not isinstance(size, bool)]
     parts_of_size = {size: Part(size, f"shard/{size}", 0) if mesh is None else part_of(mesh, size) for size in sizes}
@@ -126,7 +155,7 @@ def rewrite_for(
     if schedule.hardware is not None:
         goal = Goal(schedule.hardware, schedule.memory_budget, "inductor")
         plan = Planner(leeway_of(*open_options), goal).plan
-    call = TracedCall(model, args, kwargs, device, decided, pipeline)
+    call = TracedCall(model, args, kwargs, device, sharding.decide, pipeline)
 
     def traced() -> Trace:
         found = call.trace_few(economy.layers, layouts)

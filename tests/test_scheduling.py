@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_compile import ConfigError, rewrite
+from fsdp_compile.compiler.splits import Splits
 from fsdp_compile.costs import HARDWARE, Link, predict
 from fsdp_compile.passes import ops
 from fsdp_compile.passes.plan import StepPlan
@@ -115,6 +116,24 @@ def test_where_memory_is_short_activations_are_computed_again():
     assert graphs.plan.activations < 1
     peak = predict(graphs, FAST).memory.peak
     assert peak.total <= 0.85 * free.total and peak.held["activations"] < 0.5 * free.held["activations"]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_activations_are_left_where_memory_is_short_without_any(reshard):
+    """The partitioner, which takes long, is not run for what has no room for parameters, gradients and states."""
+    model, runs = build("gpt"), []
+
+    def noting(splits, activations):
+        runs.append(activations)
+        return split(splits, activations)
+
+    split, options = Splits._split, {"reshard_after_forward": reshard}
+    held = predict(planned(model, FAST, **options), FAST).memory.peak.held
+    with patch.object(Splits, "_split", noting):
+        for part, tries in ((0.9, True), (0.2, False)):
+            runs.clear()
+            planned(model, dataclasses.replace(FAST, memory=int(part * sum(held.values()))), **options)
+            assert any(activations is not None for activations in runs) == tries, part
 
 
 def test_units_that_the_user_decided_on_are_left():

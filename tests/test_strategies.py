@@ -1,7 +1,6 @@
 """sharding_strategy="auto": which strategy the cost model chooses for a model on described hardware, and why."""
 
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
@@ -12,9 +11,11 @@ from fsdp_compile import ConfigError, rewrite
 from fsdp_compile.costs import HARDWARE
 from fsdp_compile.costs.hardware import Link
 from fsdp_compile.costs.predict import predict
+from fsdp_compile.options import Options
 from fsdp_compile.passes import ops
 from fsdp_compile.planning.step_plans import Goal
 from fsdp_compile.planning.strategies import best_strategy, candidates
+from fsdp_compile.rewriting import Rewriter
 from tests.models import build
 
 H100 = HARDWARE["h100"]
@@ -44,8 +45,8 @@ def on_meta(module, *inputs):
 
 def choose(model, inputs, world_size, hardware, memory_budget=None):
     goal = Goal(hardware, memory_budget, "inductor")
-    rewriting = partial(rewrite, model, *inputs, collective_lowering="auto")
-    return best_strategy(candidates(rewriting, world_size, goal, hardware.ranks_per_node), goal)
+    rewriter = Rewriter(model, tuple(inputs), {}, Options(collective_lowering="auto"))
+    return best_strategy(candidates(rewriter, world_size, goal, hardware.ranks_per_node), goal)
 
 
 def test_a_small_convolution_net_with_much_to_compute_keeps_its_parameters_whole():
@@ -77,6 +78,33 @@ def test_what_is_kept_depends_on_the_memory(memory, strategy):
     assert choice.reason.count("does not fit") == {"NO_SHARD": 0, "SHARD_GRAD_OP": 1, "FULL_SHARD": 2}[strategy]
 
 
+@pytest.mark.parametrize(("memory", "rewritten"), [(13, 3), (12, 2), (1, 3)])
+def test_what_has_no_room_for_shards_and_states_is_not_rewritten(memory, rewritten):
+    """4 MiB of parameters and 8 of states in 13 or 12 MiB, of which 5 % are left; in 1 MiB nothing fits."""
+    hardware, seen = dataclasses.replace(H100, memory=memory * MIB), []
+
+    class Noting(Rewriter):
+        def __call__(self, *, sharding_strategy, **options):
+            seen.append(sharding_strategy)
+            return super().__call__(sharding_strategy=sharding_strategy, **options)
+
+    noting = Noting(Layers(), (torch.ones(64, 512),), {}, Options(collective_lowering="auto"))
+    choice = best_strategy(candidates(noting, 8, Goal(hardware, None, "inductor"), 8), Goal(hardware, None, "inductor"))
+    assert len(seen) == rewritten
+    assert choice.strategy is not ShardingStrategy.NO_SHARD
+    left_out = "NO_SHARD 12 MiB of shards and states, does not fit" in choice.reason
+    assert left_out == (ShardingStrategy.NO_SHARD not in seen)
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda strategy: strategy.name)
+def test_what_a_rank_always_holds_is_what_the_prediction_says(strategy):
+    rewriter = Rewriter(Layers(), (torch.ones(64, 512),), {}, Options(collective_lowering="packed"))
+    least = candidates(rewriter, 8, Goal(H100, None, "inductor"), 8)[strategy].least("adam")
+    graphs = rewriter(world_size=8, sharding_strategy=strategy)
+    held = predict(graphs, H100).memory.moments[0].held
+    assert held["shards"] + held["optimizer"] == least
+
+
 def test_slow_links_between_nodes_want_shards_within_them():
     nodes = dataclasses.replace(H100, ranks_per_node=2, between_nodes=Link(1e9, 1e-5), memory=64 * MIB)
     model, inputs = on_meta(Layers(), torch.ones(4096, 512))
@@ -95,7 +123,8 @@ def test_slow_links_between_nodes_want_shards_within_them():
 
 def test_hybrid_sharding_is_for_several_whole_nodes():
     def strategies(world_size, ranks_per_node):
-        return [each.name for each in candidates(rewrite, world_size, Goal(H100, None, "inductor"), ranks_per_node)]
+        rewriter = Rewriter(Layers(), (), {}, Options())
+        return [each.name for each in candidates(rewriter, world_size, Goal(H100, None, "inductor"), ranks_per_node)]
 
     anywhere = ["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"]
     assert strategies(16, 8) == [*anywhere, "HYBRID_SHARD"]

@@ -158,15 +158,13 @@ def _predicted(
     step: _Step, rewriter: Rewriter, world_size: WorldSize, hardware: Hardware, options: argparse.Namespace
 ) -> tuple[Prediction, _Step, str]:
     """Of a step, which may leave the strategy open, with that decided, and why it was decided so."""
-    reason = ""
     if is_auto(step.strategy):
         goal = Goal(hardware, None, "inductor")
-        rewrites = candidates(rewriter, world_size, goal, hardware.ranks_per_node)
-        choice = best_strategy(rewrites, goal, optimizer=options.optimizer)
-        graphs, step, reason = choice.graphs, dataclasses.replace(step, strategy=choice.strategy.name), choice.reason
-    else:
-        graphs = rewriter(world_size=world_size, sharding_strategy=ShardingStrategy[step.strategy])
-    return predict(graphs, hardware, optimizer=options.optimizer), step, reason
+        open_strategies = candidates(rewriter, world_size, goal, hardware.ranks_per_node)
+        choice = best_strategy(open_strategies, goal, optimizer=options.optimizer)
+        return choice.prediction, dataclasses.replace(step, strategy=choice.strategy.name), choice.reason
+    graphs = rewriter(world_size=world_size, sharding_strategy=ShardingStrategy[step.strategy])
+    return predict(graphs, hardware, optimizer=options.optimizer), step, ""
 
 
 def _row(prediction: Prediction, step: _Step, seq: int, dims: Mapping[str, str]) -> dict[str, Any]:

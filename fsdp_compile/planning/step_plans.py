@@ -154,7 +154,8 @@ class _Program:
         """`plain`, and plans that may be faster; `step` is what those for these activations are made from."""
         best = step.best(self.limit)
         found = [plain, *self.planned(step, best, None)]
-        if self.goal.is_within_plain or not self.leeway.activations or not _is_short(step, best, found, self.limit):
+        may_change = self.leeway.activations and not self.goal.is_within_plain and step.least <= self.limit
+        if not may_change or not _is_short(step, best, found, self.limit):
             return found
         for activations in _ACTIVATIONS:
             step = self.step(activations)

@@ -1,22 +1,26 @@
 """Strategies: which of them a model is sharded by, where the user leaves it open.
 
 Every candidate is rewritten, planned and predicted, as if it had been asked for. The fastest that fits is taken; of
-those that are as fast, the simplest.
+those that are as fast, the simplest. A candidate whose shards and states alone do not fit is only rewritten where no
+other fits either.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from ..checks import is_auto
-from ..costs.predict import bytes_text, predict, time_text
+from ..costs.hardware import Hardware
+from ..costs.optimizers import find_optimizer
+from ..costs.predict import Prediction, bytes_text, predict, time_text
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from ..layout.options import OffloadConfig
@@ -59,13 +63,40 @@ def check_open(reshard_after_forward: object, offload: OffloadConfig) -> None:
         raise ConfigError("sharding_strategy='auto' with offload_policy is not supported: give a strategy")
 
 
+class Rewrites(Protocol):
+    """What rewrites a call of a model, and says what its shards take (`rewriting.Rewriter`)."""
+
+    def __call__(
+        self, *, world_size: WorldSize, sharding_strategy: ShardingStrategy, hardware: Hardware | None = None
+    ) -> RewrittenGraphs: ...
+
+    def shard_bytes(self, *, world_size: WorldSize, sharding_strategy: ShardingStrategy) -> tuple[int, int]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A strategy that may be chosen.
+
+    Attributes:
+        rewrite: to the graphs by it.
+        shard_bytes: to the bytes of a rank's shards, and to how many of these are trained.
+    """
+
+    rewrite: Callable[[], RewrittenGraphs]
+    shard_bytes: Callable[[], tuple[int, int]]
+
+    def least(self, optimizer: str) -> float:
+        """Bytes of shards and states of the optimizer, which a rank holds all the time."""
+        held, trained = self.shard_bytes()
+        return held + find_optimizer(optimizer).states * trained
+
+
 def candidates(
-    rewrite: Callable[..., RewrittenGraphs], world_size: WorldSize, goal: Goal, ranks_per_node: int | None
-) -> dict[ShardingStrategy, Callable[[], RewrittenGraphs]]:
-    """The strategies that `world_size` ranks can have, and what rewrites the model for each.
+    rewrite: Rewrites, world_size: WorldSize, goal: Goal, ranks_per_node: int | None
+) -> dict[ShardingStrategy, Candidate]:
+    """The strategies that `world_size` ranks can have, from the simplest.
 
     Args:
-        rewrite: takes `world_size`, `sharding_strategy` and `hardware`.
         world_size: a pair (replicas, ranks to shard over) or a mesh is the same for every strategy.
         ranks_per_node: that hybrid sharding shards over; None for no hybrid sharding.
     """
@@ -77,22 +108,29 @@ def candidates(
     # The budget as the memory of the hardware: what does not fit is planned to need least, and is no error.
     hardware = dataclasses.replace(goal.hardware, memory=goal.memory_budget or goal.hardware.memory)
     return {
-        strategy: partial(rewrite, world_size=size, sharding_strategy=strategy, hardware=hardware)
+        strategy: Candidate(
+            partial(rewrite, world_size=size, sharding_strategy=strategy, hardware=hardware),
+            partial(rewrite.shard_bytes, world_size=size, sharding_strategy=strategy),
+        )
         for strategy, size in sizes.items()
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A strategy, the graphs of the model by it, and two sentences that say why it was chosen."""
+    """A strategy, what a step by it is predicted to take, and two sentences that say why it was chosen."""
 
     strategy: ShardingStrategy
-    graphs: RewrittenGraphs
+    prediction: Prediction
     reason: str
+
+    @property
+    def graphs(self) -> RewrittenGraphs:
+        return self.prediction.graphs
 
 
 def best_strategy(
-    rewrite_of_strategy: Mapping[ShardingStrategy, Callable[[], RewrittenGraphs]],
+    candidates: Mapping[ShardingStrategy, Candidate],
     goal: Goal,
     *,
     optimizer: str = "adam",
@@ -102,53 +140,71 @@ def best_strategy(
     Raises:
         ConfigError: none fits into the memory budget.
     """
-    found = [
-        _Candidate.of(strategy, rewrite_of_strategy[strategy](), goal, optimizer)
-        for strategy in _IN_ORDER
-        if strategy in rewrite_of_strategy
-    ]
-    fitting = [candidate for candidate in found if candidate.fits]
+
+    def predicted(strategy: ShardingStrategy) -> _Predicted:
+        return _Predicted.of(strategy, candidates[strategy].rewrite(), goal, optimizer)
+
+    least = {strategy: candidate.least(optimizer) for strategy, candidate in candidates.items()}
+    found = {strategy: predicted(strategy) for strategy in candidates if least[strategy] <= goal.limit}
+    fitting = [each for each in found.values() if each.fits]
     limit = bytes_text(goal.limit)
     if not fitting:
+        found = {strategy: found.get(strategy) or predicted(strategy) for strategy in candidates}
+        texts = {strategy: each.text for strategy, each in found.items()}
         if goal.memory_budget is not None:
             raise ConfigError(
                 f"memory_budget of {bytes_text(goal.memory_budget)}: no sharding strategy fits into the {limit} of it "
-                f"that may be planned. They need: {_listed(found)}. More ranks, fewer rows a rank, or activation "
-                "checkpointing would help"
+                f"that may be planned. They need: {'; '.join(texts.values())}. More ranks, fewer rows a rank, or "
+                "activation checkpointing would help"
             )
-        best = min(found, key=lambda candidate: candidate.peak)
+        best = min(found.values(), key=lambda each: each.peak)
         why = f"needs least, and none fits into the {limit} of {goal.hardware.name} that may be planned"
-        return best.chosen(why, found)
-    fastest = min(fitting, key=lambda candidate: candidate.seconds)
-    best = next(candidate for candidate in fitting if candidate.seconds <= _SIMPLE * fastest.seconds)
+        return best.chosen(why, texts)
+    texts = {
+        strategy: found[strategy].text
+        if strategy in found
+        else f"{strategy.name} {bytes_text(least[strategy])} of shards and states, does not fit"
+        for strategy in candidates
+    }
+    fastest = min(fitting, key=lambda each: each.seconds)
+    best = next(each for each in fitting if each.seconds <= _SIMPLE * fastest.seconds)
     why = f"is the fastest on {goal.hardware.name} that fits into {limit}"
     if best is not fastest:
         why = f"is the simplest of the fastest on {goal.hardware.name} that fit into {limit}"
-    return best.chosen(why, found)
+    return best.chosen(why, texts)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Candidate:
+class _Predicted:
     strategy: ShardingStrategy
-    graphs: RewrittenGraphs
-    seconds: float
-    peak: int
+    prediction: Prediction
     fits: bool
 
     @classmethod
-    def of(cls, strategy: ShardingStrategy, graphs: RewrittenGraphs, goal: Goal, optimizer: str) -> _Candidate:
+    def of(cls, strategy: ShardingStrategy, graphs: RewrittenGraphs, goal: Goal, optimizer: str) -> _Predicted:
         prediction = predict(graphs, goal.hardware, optimizer=optimizer, compiler=goal.compiler)
-        peak = prediction.memory.peak.total
-        return cls(strategy, graphs, prediction.seconds, peak, peak <= goal.limit)
+        return cls(strategy, prediction, prediction.memory.peak.total <= goal.limit)
 
-    def chosen(self, why: str, found: Iterable[_Candidate]) -> Choice:
-        others = [candidate for candidate in found if candidate is not self]
+    def chosen(self, why: str, texts: Mapping[ShardingStrategy, str]) -> Choice:
+        others = "; ".join(text for strategy, text in texts.items() if strategy is not self.strategy)
         reason = f"{self.strategy.name} {why}: {self.numbers}."
-        return Choice(self.strategy, self.graphs, f"{reason} The others: {_listed(others)}." if others else reason)
+        return Choice(self.strategy, self.prediction, f"{reason} The others: {others}." if others else reason)
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.seconds
+
+    @property
+    def peak(self) -> int:
+        return self.prediction.memory.peak.total
 
     @property
     def numbers(self) -> str:
         return f"{time_text(self.seconds)} a step, {bytes_text(self.peak)} at the peak"
+
+    @property
+    def text(self) -> str:
+        return f"{self.strategy.name} {self.numbers}{'' if self.fits else ', does not fit'}"
 
 
 def first_ranks_choice(mesh: DeviceMesh, choose: Callable[[], Choice]) -> tuple[ShardingStrategy, str]:
@@ -168,10 +224,3 @@ def first_ranks_choice(mesh: DeviceMesh, choose: Callable[[], Choice]) -> tuple[
     made = choice() if agreement is None else agreement.decided_by_first(statement, choice)
     name, reason = json.loads(made)
     return ShardingStrategy[name], reason
-
-
-def _listed(found: Iterable[_Candidate]) -> str:
-    return "; ".join(
-        f"{candidate.strategy.name} {candidate.numbers}{'' if candidate.fits else ', does not fit'}"
-        for candidate in found
-    )
