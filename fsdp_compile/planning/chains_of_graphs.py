@@ -96,14 +96,14 @@ class StepChains:
         backward = side_of(work.backward) if work.backward else None
         units = list(dict.fromkeys(atom.unit for atom in backward.atoms)) if backward else []
         kept = [unit for unit in units if fixed.get(unit) is False]
-        without = [moment.total - sum(map(moment.held.__getitem__, _SAVED)) for moment in prediction.memory.moments]
+        needed = [moment.total - sum(map(moment.held.__getitem__, _SAVED)) for moment in prediction.memory.moments]
         between = sum(atom.item.num_bytes for atom in backward.atoms if atom.unit in kept) if backward else 0
         return cls(
             side_of(work.forward),
             backward,
             _channel(work, rings, hardware),
             prediction.timeline.compute + prediction.optimizer_seconds,
-            max(*without, between),
+            max(*needed, between),
             forms,
             kept,
             [unit for unit in units if unit not in fixed],

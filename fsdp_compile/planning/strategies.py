@@ -78,8 +78,8 @@ class Candidate:
     """A strategy that may be chosen.
 
     Attributes:
-        rewrite: to the graphs by it.
-        shard_bytes: to the bytes of a rank's shards, and to how many of these are trained.
+        rewrite: makes the graphs by it.
+        shard_bytes: says how many bytes a rank's shards take, and how many of these are trained.
     """
 
     rewrite: Callable[[], RewrittenGraphs]
