@@ -113,18 +113,18 @@ class _Sharding:
                 f"rewrite takes a model that is not sharded, and {next(iter(parts))} is: look at its `graphs`"
             )
 
-        def decided() -> Decided:
+        def make() -> Decided:
             decision = decide(model, options, own_meshes)
             return decision, layouts_of(decision, axes, torch.device(device)) if axes.everyone.size > 1 else []
 
-        decision, layouts = decided()
+        decision, layouts = make()
         if decision.own_meshes and mesh is None:
             named = next(iter(decision.own_meshes))
             raise ConfigError(f"{named} has a mesh of its own, and world_size is no mesh: give the model one, too")
         if axes.everyone.size > 1:
             check_dense(model, set(decision.parameters.values()))
         check_own_sizes(decision, axes.shards.size)
-        return cls(mesh, axes, decided, (decision, layouts))
+        return cls(mesh, axes, make, (decision, layouts))
 
 
 def rewrite_for(

@@ -43,9 +43,9 @@ def on_meta(module, *inputs):
     return module.to("meta"), [tensor.to("meta") for tensor in inputs]
 
 
-def choose(model, inputs, world_size, hardware, memory_budget=None):
-    goal = Goal(hardware, memory_budget, "inductor")
-    rewriter = Rewriter(model, tuple(inputs), {}, Options(collective_lowering="auto"))
+def choose(model, inputs, world_size, hardware, kind=Rewriter):
+    goal = Goal(hardware, None, "inductor")
+    rewriter = kind(model, tuple(inputs), {}, Options(collective_lowering="auto"))
     return best_strategy(candidates(rewriter, world_size, goal, hardware.ranks_per_node), goal)
 
 
@@ -88,8 +88,7 @@ def test_what_has_no_room_for_shards_and_states_is_not_rewritten(memory, rewritt
             seen.append(sharding_strategy)
             return super().__call__(sharding_strategy=sharding_strategy, **options)
 
-    noting = Noting(Layers(), (torch.ones(64, 512),), {}, Options(collective_lowering="auto"))
-    choice = best_strategy(candidates(noting, 8, Goal(hardware, None, "inductor"), 8), Goal(hardware, None, "inductor"))
+    choice = choose(Layers(), [torch.ones(64, 512)], 8, hardware, Noting)
     assert len(seen) == rewritten
     assert choice.strategy is not ShardingStrategy.NO_SHARD
     left_out = "NO_SHARD 12 MiB of shards and states, does not fit" in choice.reason

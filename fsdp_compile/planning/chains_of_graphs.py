@@ -37,7 +37,7 @@ SAME = 1.001
 """Plans within this factor are as fast as each other; then the one with the lower peak is better."""
 
 _SLACK = 1.5  # gathers are planned for messages that take so many times as long as predicted
-_SAVED = ("activations", "temporaries")  # what is in memory that may be less where less is saved
+_LESS = ("activations", "temporaries", "reductions")  # of what there is less if less is saved, or reductions waited for
 _FINE = 0.01  # what is gathered at a time is lowered as long as that is worth this part of it
 _SIZES = 12  # numbers of kept units that are tried at first
 
@@ -56,7 +56,7 @@ class StepChains:
 
     Attributes:
         compute: seconds that any plan takes.
-        least: bytes that any plan needs, however little the forward saves.
+        least: bytes that any plan needs, however little the forward saves, and if each reduction is waited for.
         forms: whether buckets may be packed, and not.
         always_kept: units that stay gathered between forward and backward in any plan.
         open_units: units that may, from the one that the backward uses first.
@@ -96,7 +96,7 @@ class StepChains:
         backward = side_of(work.backward) if work.backward else None
         units = list(dict.fromkeys(atom.unit for atom in backward.atoms)) if backward else []
         kept = [unit for unit in units if fixed.get(unit) is False]
-        needed = [moment.total - sum(map(moment.held.__getitem__, _SAVED)) for moment in prediction.memory.moments]
+        needed = [moment.total - sum(map(moment.held.__getitem__, _LESS)) for moment in prediction.memory.moments]
         between = sum(atom.item.num_bytes for atom in backward.atoms if atom.unit in kept) if backward else 0
         return cls(
             side_of(work.forward),

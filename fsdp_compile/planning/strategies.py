@@ -146,11 +146,17 @@ def best_strategy(
 
     least = {strategy: candidate.least(optimizer) for strategy, candidate in candidates.items()}
     found = {strategy: predicted(strategy) for strategy in candidates if least[strategy] <= goal.limit}
+    if not any(each.fits for each in found.values()):
+        found = {strategy: found.get(strategy) or predicted(strategy) for strategy in candidates}
+    texts = {
+        strategy: found[strategy].text
+        if strategy in found
+        else f"{strategy.name} {bytes_text(least[strategy])} of shards and states, does not fit"
+        for strategy in candidates
+    }
     fitting = [each for each in found.values() if each.fits]
     limit = bytes_text(goal.limit)
     if not fitting:
-        found = {strategy: found.get(strategy) or predicted(strategy) for strategy in candidates}
-        texts = {strategy: each.text for strategy, each in found.items()}
         if goal.memory_budget is not None:
             raise ConfigError(
                 f"memory_budget of {bytes_text(goal.memory_budget)}: no sharding strategy fits into the {limit} of it "
@@ -160,12 +166,6 @@ def best_strategy(
         best = min(found.values(), key=lambda each: each.peak)
         why = f"needs least, and none fits into the {limit} of {goal.hardware.name} that may be planned"
         return best.chosen(why, texts)
-    texts = {
-        strategy: found[strategy].text
-        if strategy in found
-        else f"{strategy.name} {bytes_text(least[strategy])} of shards and states, does not fit"
-        for strategy in candidates
-    }
     fastest = min(fitting, key=lambda each: each.seconds)
     best = next(each for each in fitting if each.seconds <= _SIMPLE * fastest.seconds)
     why = f"is the fastest on {goal.hardware.name} that fits into {limit}"
