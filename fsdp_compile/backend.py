@@ -146,6 +146,8 @@ def compile_graph(
         for sharding in filter(None, [reference() for reference in references]):
             sharding.made.append(read)
 
+    for sharding in shardings:
+        sharding.records_cuda_graphs |= config.records_cuda_graphs
     pipeline, planner = _common_pipeline(shardings, config)
     generates_code = config.backend == "inductor"
     capture = Capture(

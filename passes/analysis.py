@@ -75,14 +75,22 @@ def first_use(node: torch.fx.Node, position: Mapping[torch.fx.Node, int]) -> tor
 def full_buffers(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """The nodes that bring a full buffer to life and that no other node of this list is a view of."""
     return [
-        node
-        for node in graph.nodes
-        if _is_gathered(node) or _is_copy(node) or _is_converted(node) or metadata.kept_parameter(node)
+        node for node in graph.nodes if _is_gathered(node) or _is_copy(node) or _is_converted(node) or _is_kept(node)
     ]
+
+
+def gathered_inputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The inputs that bring what was gathered before the call, for several calls."""
+    return [node for node in inputs(graph) if any(ops.is_call(user, ops.WAIT) for user in node.users)]
 
 
 def _is_gathered(node: torch.fx.Node) -> bool:
     return ops.is_call(node, ops.WAIT) and ops.is_all_gather(node.args[0])  # type: ignore[arg-type]
+
+
+def _is_kept(node: torch.fx.Node) -> bool:
+    kept = metadata.kept_parameter(node)
+    return kept is not None and not kept.outlives
 
 
 def _is_copy(node: torch.fx.Node) -> bool:

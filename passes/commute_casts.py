@@ -50,7 +50,7 @@ def narrow_reads(graph: torch.fx.Graph, parted: frozenset[str] = frozenset()) ->
     """The unshards that are to be read in another dtype, with that."""
     unshards_of_shard: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     for node in graph.nodes:
-        if ops.is_call(node, ops.UNSHARD) and node.users:
+        if ops.is_call(node, ops.UNSHARD) and node.users and ops.argument(node, "gathered") is None:
             unshards_of_shard.setdefault(ops.argument(node, "shard"), []).append(node)
     found: dict[torch.fx.Node, torch.dtype] = {}
     for unshards in unshards_of_shard.values():

@@ -75,7 +75,11 @@ def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 @dataclasses.dataclass(frozen=True)
 class Unshard:
-    """An erased unshard: the name of the graph input that it read, and its other arguments."""
+    """An erased unshard: the name of the graph input that it read, and its other arguments.
+
+    Attributes:
+        gathered: the name of the input that brings what was gathered before, if anything was.
+    """
 
     shard: str
     arguments: tuple[Any, ...]
@@ -83,12 +87,22 @@ class Unshard:
     parameter: str
     world_size: int
     dtype: torch.dtype
+    gathered: str | None = None
+
+    def call(
+        self, graph: torch.fx.Graph, shard: torch.fx.Node, value: Any, gathered: torch.fx.Node | None = None
+    ) -> torch.fx.Node:
+        """Insert it again; `gathered` is the node of that name."""
+        return ops.call(graph, ops.UNSHARD, shard, *self.arguments, *filter(None, [gathered]), value=value)
 
     @classmethod
     def of(cls, node: torch.fx.Node) -> Unshard:
         bucket, parameter, world_size = (ops.argument(node, name) for name in ("bucket", "parameter", "world_size"))
-        arguments = (None, None, *node.args[3:])  # what earlier steps have left meets the gradient, in the backward
-        return cls(ops.argument(node, "shard").name, arguments, bucket, parameter, world_size, node.meta["val"].dtype)
+        shard, gathered = (ops.argument(node, name) for name in ("shard", "gathered"))
+        constants = node.args[3:] if gathered is None else node.args[3:-1]
+        arguments = (None, None, *constants)  # what earlier steps have left meets the gradient, in the backward
+        dtype, name = node.meta["val"].dtype, None if gathered is None else gathered.name
+        return cls(shard.name, arguments, bucket, parameter, world_size, dtype, name)
 
 
 def _present_as_inputs(graph: torch.fx.Graph) -> dict[str, Unshard]:

@@ -15,6 +15,8 @@ Where a part of a bucket's parameters is wanted in a narrower dtype than the oth
 message of that dtype, the others as their bytes. Where parameters are to be sent as blocks of integers (`forms`), the
 message is bytes. What is sent in another form is copied out of the buffer, whether that is packed or grouped.
 
+What was gathered for several calls, before this one, is only waited for, and viewed: each parameter by itself.
+
 A plan has several buckets gathered at once, and selects the form for each gather. In the packed form their shards are
 first joined to one. What is gathered at once is of one group, dtype and device.
 
@@ -50,6 +52,7 @@ class InsertAllGather:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         refuse_repeated_unshards(gm.graph)
         _sink_parameter_values(gm.graph)
+        _take_gathered(gm.graph)
         found = gathered_buckets(gm.graph)
         for bucket in found:
             if bucket.is_parted and bucket.dtype == forms.MESSAGE:
@@ -71,6 +74,20 @@ class InsertAllGather:
             alone = Gather((bucket.name,), self.grouped, None)
             found.setdefault(planned.get(bucket.name, alone), []).append(bucket)
         return [(together, gather.is_grouped) for gather, together in found.items()]
+
+
+def _take_gathered(graph: torch.fx.Graph) -> None:
+    """Take each parameter that was gathered before this call out of what was, as late as it is needed."""
+    position = analysis.positions(graph)
+    for unshard in graph.find_nodes(op="call_function", target=ops.UNSHARD):
+        gathered = ops.argument(unshard, "gathered")
+        if gathered is None or not unshard.users:
+            continue
+        parameter, shape, world_size = (ops.argument(unshard, name) for name in ("parameter", "shape", "world_size"))
+        with graph.inserting_before(analysis.kernel_begin(analysis.first_use(unshard, position))):
+            ready = ops.call(graph, ops.WAIT, gathered, value=gathered.meta["val"])
+            full = ops.call(graph, ops.VIEW_OUT, ready, parameter, 0, shape, world_size, like=unshard)
+        unshard.replace_all_uses_with(full)
 
 
 def _cast_alone(graph: torch.fx.Graph, bucket: GatheredBucket) -> None:

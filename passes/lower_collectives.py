@@ -142,6 +142,8 @@ def _all_reduce(lowering: Lowering, node: torch.fx.Node) -> torch.fx.Node:
 
 def _wait(lowering: Lowering, node: torch.fx.Node) -> torch.fx.Node | None:
     pending: Any = node.args[0]
+    if pending.op == "placeholder":  # the caller's: what is returned is its memory
+        return ops.call(lowering.graph, _c10d.wait_tensor.default, pending, like=node, value=pending.meta["val"])
     if pending not in lowering.pieces:
         return lowering.call(_c10d.wait_tensor.default, pending, like=node)
     ready = {

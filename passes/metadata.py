@@ -34,10 +34,15 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class FullParameter:
-    """Marks a backward input that is a full parameter kept from the forward instead of being gathered again."""
+    """Marks a backward input that is a full parameter kept from the forward instead of being gathered again.
+
+    Attributes:
+        outlives: whether the caller has it for other calls, so that it does not end here.
+    """
 
     parameter: str
     bucket: str
+    outlives: bool = False
 
 
 def kept_parameter(node: torch.fx.Node) -> FullParameter | None:

@@ -17,6 +17,8 @@ What the front end emits, differentiable, one of each per read of a parameter::
 `unshard` says where its gradient goes: "reduce" makes it a `reduce_gradient` of the shard, "keep" a `pack` that is the
 gradient of `accumulated`, and "none" is for frozen parameters. With "reduce", `accumulated` is what earlier steps kept,
 and `residual` what their messages have lost of gradients by rounding, where that is fed back; both as `pack` lays out.
+Where the parameter was gathered before this call, for several, `gathered` has all ranks' rows of it; it may be on its
+way, and the caller keeps it.
 
 What the passes turn that into. The packed form of a gather or a reduction sends one buffer, with copies on one side;
 the grouped form sends one message per parameter in one call, and needs none::
@@ -128,7 +130,7 @@ def _empty(
 
 UNSHARD = Operator(
     f"unshard(Tensor shard, Tensor? accumulated, Tensor? residual, str gradient, str bucket, {_PARAMETER}, str group, "
-    f"{_COMPUTE}, {_REDUCTION}) -> Tensor",
+    f"{_COMPUTE}, {_REDUCTION}, Tensor? gathered=None) -> Tensor",
     lambda shard, accumulated, residual, gradient, bucket, parameter, offset, shape, world_size, group, *computed: (
         shard.new_empty(shape, dtype=computed[0], device=computed[1])
     ),
@@ -367,7 +369,7 @@ def argument(node: torch.fx.Node, name: str) -> Any:
     """The argument `name` of a call of one of our operators, which are always called with positional arguments."""
     for index, formal in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if formal.name == name:
-            return node.args[index]
+            return node.args[index] if index < len(node.args) else formal.default_value
     raise KeyError(f"{node.target} has no argument {name}")
 
 

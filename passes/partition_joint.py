@@ -16,7 +16,7 @@ weight looks free to it, a weight cast to bf16 looks cheap) are computed again i
 A unit that is not resharded after the forward is the exception: its full parameters are saved. Where `reshard` does not
 say otherwise, that is the unit which the forward uses last and the backward needs first: freeing it would buy nothing.
 A unit may also be sharded again over a smaller group (`metadata.Part`): the part is saved, and gathered over that
-group.
+group. A unit that was gathered for several calls, before this one, is taken over from the forward, too, and not freed.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class Crossing:
         last_unit = _last_unit(halves.forward.graph, {root: unshard.bucket for root, unshard in sharded.items()})
 
         def way(unshard: Unshard) -> metadata.FullParameter | metadata.Part | None:
+            if unshard.gathered is not None:
+                return metadata.FullParameter(unshard.parameter, unshard.bucket, outlives=True)
             unit = ops.unit_of_bucket(unshard.bucket)
             wanted = reshard.get(unit, unit != last_unit)
             if unshard.world_size == 1 or wanted is True:
@@ -128,8 +130,8 @@ def _last_unit(graph: torch.fx.Graph, bucket_of_parameter: Mapping[torch.fx.Node
 def _reshard(halves: Halves, crossing: Crossing) -> None:
     """Give each side its own unshards, and save shards (or parts) and kept parameters in place of what follows."""
     forward, backward = halves.forward.graph, halves.backward.graph
-    shard_of_name = {node.name: node for node in analysis.inputs(forward)}
-    part_of_bucket = _insert_parts(forward, crossing, shard_of_name)
+    input_of_name = {node.name: node for node in analysis.inputs(forward)}
+    part_of_bucket = _insert_parts(forward, crossing, input_of_name)
     anchor = first_saved_tensor(backward)
     first_compute = next(node for node in backward.nodes if node.op != "placeholder")
     newly_saved: dict[torch.fx.Node, torch.fx.Node] = {}  # by the forward's node: the backward's input
@@ -137,23 +139,20 @@ def _reshard(halves: Halves, crossing: Crossing) -> None:
     for root, way in crossing.way_of_parameter.items():
         unshard = crossing.unshard_of_input[root]
         is_kept = isinstance(way, metadata.FullParameter)
-        source = root if is_kept else part_of_bucket.get(unshard.bucket, shard_of_name[unshard.shard])
+        source = root if is_kept else part_of_bucket.get(unshard.bucket, input_of_name[unshard.shard])
         if source not in newly_saved:
             newly_saved[source] = take(backward, anchor, source)
         metadata.note_shard(newly_saved[source], way)
         with backward.inserting_before(first_compute):
-            arguments = newly_saved[source], *unshard.arguments
-            if is_kept:
-                regained[root] = newly_saved[source]
-            else:
-                regained[root] = ops.call(backward, ops.UNSHARD, *arguments, value=root.meta["val"])
+            taken = newly_saved[source]
+            regained[root] = taken if is_kept else unshard.call(backward, taken, root.meta["val"])
     with backward.inserting_before(first_compute):
         for saved, taken in crossing.input_of_saved.items():
             taken.replace_all_uses_with(_recompute(backward, saved, regained))
     for taken in crossing.input_of_saved.values():
         backward.erase_node(taken)
     save_instead(forward, halves.num_fwd_outputs, list(crossing.input_of_saved), list(newly_saved))
-    _regain_unshards(forward, crossing.unshard_of_input, shard_of_name)
+    _regain_unshards(forward, crossing.unshard_of_input, input_of_name)
 
 
 def _insert_parts(
@@ -185,13 +184,13 @@ def _recompute(
 def _regain_unshards(
     graph: torch.fx.Graph,
     unshard_of_input: Mapping[torch.fx.Node, Unshard],
-    shard_of_name: Mapping[str, torch.fx.Node],
+    input_of_name: Mapping[str, torch.fx.Node],
 ) -> None:
     first_compute = next(node for node in graph.nodes if node.op != "placeholder")
     for full, unshard in unshard_of_input.items():
         with graph.inserting_before(first_compute):
-            shard = shard_of_name[unshard.shard]
-            regained = ops.call(graph, ops.UNSHARD, shard, *unshard.arguments, value=full.meta["val"])
+            gathered = None if unshard.gathered is None else input_of_name[unshard.gathered]
+            regained = unshard.call(graph, input_of_name[unshard.shard], full.meta["val"], gathered)
             full.replace_all_uses_with(regained)
         graph.erase_node(full)
     analysis.erase_dead(graph)

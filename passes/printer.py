@@ -106,6 +106,8 @@ def _wanted_name(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
         return _bucket_of_input(node) or node.name
     if ops.is_call(node, ops.WAIT, ops.COPY_WAIT):
         start: Any = node.args[0]
+        if start.op == "placeholder":
+            return f"{_parameter_of_gathered(start)}.ready"
         return _filled_in(ops.OPERATORS[start.target].name_of_wait, start, names)
     row = ops.OPERATORS.get(node.target)
     return (_filled_in(row.name, node, names) if row else "") or node.name
@@ -122,6 +124,8 @@ def _filled_in(name: str, node: torch.fx.Node, names: dict[torch.fx.Node, str]) 
 
 
 def _bucket_of_input(node: torch.fx.Node) -> str | None:
+    if (parameter := _parameter_of_gathered(node)) is not None:
+        return f"{parameter}.gathered"
     for user in node.users:
         if ops.is_call(user, ops.UNSHARD):
             return str(ops.argument(user, "bucket"))
@@ -136,6 +140,16 @@ def _bucket_of_input(node: torch.fx.Node) -> str | None:
         for left in ("accumulated", "residual"):
             if ops.is_call(user, ops.PACK, ops.REDUCE_GRADIENT) and ops.argument(user, left) is node:
                 return f"{ops.argument(user, 'bucket')}.{left}"
+    return None
+
+
+def _parameter_of_gathered(node: torch.fx.Node) -> str | None:
+    """Whose rows an input brings that was gathered before the call; None for another input."""
+    for user in node.users:
+        is_gathered = ops.is_call(user, ops.UNSHARD) and ops.argument(user, "gathered") is node
+        out = next(iter(user.users)) if ops.is_call(user, ops.WAIT) else user
+        if is_gathered or out is not user:
+            return ops.escaped(ops.argument(out, "parameter"))
     return None
 
 
@@ -193,8 +207,9 @@ def print_schedule(gm: torch.fx.GraphModule, title: str = "forward") -> str:
     """
     names = display_names(gm.graph)
     buffers = set(analysis.full_buffers(gm.graph))
+    taken_over = [node for node in analysis.inputs(gm.graph) if metadata.kept_parameter(node)]
     alive: dict[torch.fx.Node, Any] = {
-        node: num_bytes(node) for node in gm.graph.nodes if metadata.kept_parameter(node)
+        node: num_bytes(node) for node in (*taken_over, *analysis.gathered_inputs(gm.graph))
     }
     lines = [title]
     for node in gm.graph.nodes:

@@ -78,7 +78,8 @@ class ScaledRead:
 
 def scaled_reads(graph: torch.fx.Graph) -> Iterator[ScaledRead]:
     """The parameters that are to be gathered in float8."""
-    unshards = [node for node in graph.nodes if ops.is_call(node, ops.UNSHARD) and node.users]
+    found = [node for node in graph.nodes if ops.is_call(node, ops.UNSHARD) and node.users]
+    unshards = [node for node in found if ops.argument(node, "gathered") is None]
     for of_bucket in by(unshards, lambda node: ops.argument(node, "shard")):
         movable = [unshard for unshard in of_bucket if not _is_left_alone(unshard)]
         reads = [read for unshard in movable if (read := _scaled_read(unshard)) is not None]

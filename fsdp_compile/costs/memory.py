@@ -75,9 +75,11 @@ def memory_of(work: Work, *, optimizer_bytes: int = 0, reduction_workspace: floa
         reduction_workspace: bytes that a reduce-scatter takes for itself, for each byte that it reduces.
     """
     forward, is_reused = work.forward.graph, work.compiler == "inductor"
-    resident = {"optimizer": optimizer_bytes, "shards": 0, "inputs": 0}
+    resident = {"optimizer": optimizer_bytes, "shards": 0, "gathered": 0, "inputs": 0}
+    gathered = set(analysis.gathered_inputs(forward))
     for node in analysis.inputs(forward):
-        resident["shards" if is_shard(node) else "inputs"] += num_bytes(node.meta["val"])
+        category = "gathered" if node in gathered else "shards" if is_shard(node) else "inputs"
+        resident[category] += num_bytes(node.meta["val"])
     received = {} if work.backward is None else received_by_backward(forward, work.backward.graph)
     life_of_tensor = _lives(work.forward, saved=received.keys(), is_reused=is_reused)
     moments = _moments("forward", forward, life_of_tensor.values(), resident)

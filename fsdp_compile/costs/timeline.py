@@ -163,7 +163,7 @@ class Clock:
         self.events.append(Event(step.lane, step.node, start, end))
 
     def _wait(self, node: torch.fx.Node) -> None:
-        done = self.done_at[node.all_input_nodes[0]]
+        done = self.done_at.get(node.all_input_nodes[0], 0)  # what earlier calls have gathered is there
         exposed = largest(0, done - self.now)
         if exposed != 0:
             self.exposed[node] = self.let("exposed", exposed)

@@ -32,9 +32,10 @@ class FSDPMethods(nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the module's own units: its parameters are full, plain ones, in `mp_policy`'s dtype, until `reshard`.
 
-        All ranks call it. A call of the model gathers for itself: it reshards first, as do `state_dict`,
-        `load_state_dict`, `zero_grad`, `.to` and the like. Inside a forward or backward the schedule has decided what
-        is gathered when, and this does nothing; with a single rank, where parameters are whole, neither.
+        All ranks call it. A call of the model reshards first, as do `state_dict`, `load_state_dict`, `zero_grad`, `.to`
+        and the like; it gathers for itself, but for units that may stay full (`set_reshard_after_backward`). Inside a
+        forward or backward the schedule has decided what is gathered when, and this does nothing; with a single rank,
+        where parameters are whole, neither.
 
         Args:
             async_op: return at once; until `wait()` of the handle that is returned, the parameters are sharded ones.
@@ -44,16 +45,16 @@ class FSDPMethods(nn.Module):
         """
         if torch.compiler.is_compiling() or (own := _resting(self)) is None:
             return _Handle(None) if async_op else None
-        if (sharding := _sharding_of(own)) is not None:
-            sharding.refuse_if_summoned("unshard")
-        unsharded = start_unsharding(own)
+        sharding = cast(Sharding, _sharding_of(own))
+        sharding.refuse_if_summoned("unshard")
+        unsharded = start_unsharding(own, sharding)
         if async_op:
             return _Handle(unsharded)
         unsharded.wait()
         return None
 
     def reshard(self) -> None:
-        """Free the full parameters of the module's own units: the sharded ones are back.
+        """Free the full parameters of the module's own units, those that last for several calls, too.
 
         What was written to the full ones is lost. Inside a forward or backward this does nothing, as `unshard`.
 
@@ -98,6 +99,7 @@ class FSDPMethods(nn.Module):
         for own in _own_units(self, recurse):
             for shard in own.shards:
                 shard.reduces = shard.all_reduces = requires_gradient_sync
+                shard.stays_kept.say(not requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are all-reduced between the replicas of a mesh of two dimensions.
@@ -116,12 +118,17 @@ class FSDPMethods(nn.Module):
         _change_reshard(list(_own_units(self, recurse)), reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """FSDP2's, which with False keeps full parameters from a backward to the next forward.
+        """Whether full parameters are freed after a backward; if not, forwards do not gather them.
 
-        No full parameter outlives a backward: every forward gathers. Either value leads to the same numbers.
+        That is for units that nobody has asked to reshard after the forward, and until gradients are reduced or an
+        optimizer steps. Where somebody has asked not to, units stay full inside `no_sync` as well. Either value leads
+        to the same numbers. Where gathers send integers (`communication_dtype`), and with CUDA graphs, every forward
+        gathers.
         """
         check_bool("reshard_after_backward", reshard_after_backward)
-        check_bool("recurse", recurse)
+        for own in _own_units(self, recurse):
+            for shard in own.shards:
+                shard.stays_full.say(not reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather the units of `modules` in the forward where the module's own are used, or earlier.

@@ -192,16 +192,19 @@ def full_tensors(gathered: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """The full tensors in what all ranks' shards hold, one after another."""
     num_ranks = layout.shards.size
     gathered = gathered.view(num_ranks, -1)
-    full = []
-    for slot in layout.slots:
-        chunks = gathered[:, slot.offset : slot.offset + shard_numel(slot.rows, num_ranks)]
-        if not slot.shape:
-            full.append(chunks.reshape(()))
-            continue
-        num_rows, *inner = slot.rows
-        rows = chunks.reshape(num_ranks * shard_rows(slot.rows, num_ranks), *inner)[:num_rows]
-        full.append(ASSEMBLE(rows, slot.shape, slot.dim, num_ranks) if slot.dim else rows)
-    return full
+    return [
+        full_tensor(gathered[:, slot.offset : slot.offset + shard_numel(slot.rows, num_ranks)], slot, num_ranks)
+        for slot in layout.slots
+    ]
+
+
+def full_tensor(chunks: torch.Tensor, slot: Slot, num_ranks: int) -> torch.Tensor:
+    """The full tensor of which these are all ranks' rows."""
+    if not slot.shape:
+        return chunks.reshape(())
+    num_rows, *inner = slot.rows
+    rows = chunks.reshape(num_ranks * shard_rows(slot.rows, num_ranks), *inner)[:num_rows]
+    return ASSEMBLE(rows, slot.shape, slot.dim, num_ranks) if slot.dim else rows
 
 
 def _parameter(

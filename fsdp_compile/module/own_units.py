@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from ..layout.options import GradientReduction
 from ..runtime.flat_shard import Divisor, FlatShard
+from ..runtime.gathered_once import drop
 from .full_precision import FullInEvaluation
 
 
@@ -121,11 +122,16 @@ class OwnUnits:
             shard.change_layout(dataclasses.replace(layout, reduction=layout.reduced_by(reduction, sums=sums)))
 
     def reshard(self) -> None:
-        """Sharded parameters take the places of full ones; what was written to those is lost.
+        """Nothing is full any more: sharded parameters take the places of full ones. What was written to those is lost.
 
         Raises:
             RuntimeError: full parameters have gradients, which nothing has reduced; the sharded ones are back.
         """
+        for shard in self.shards:
+            drop(shard)
+        self._put_back()
+
+    def _put_back(self) -> None:
         unsharded, self.unsharded = self.unsharded, None
         if unsharded is not None and (names := unsharded.end()):
             raise RuntimeError(
@@ -144,10 +150,14 @@ class OwnUnits:
             each.prepare(self.shards)
 
     def reshard_for_call(self) -> None:
-        """As `reshard`, but RuntimeError if the call would not see what was written to the full parameters."""
+        """As `reshard`, but for what lasts for several calls.
+
+        Raises:
+            RuntimeError: the call would not see what was written to the full parameters.
+        """
         places = self.unsharded.places if self.unsharded is not None else None
         written = [place.name for place in places or () if place.is_written]
-        self.reshard()
+        self._put_back()
         if written:
             raise RuntimeError(
                 f"{', '.join(written)} was written to between unshard() and a call of the model, which gathers the "

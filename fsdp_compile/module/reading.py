@@ -34,6 +34,7 @@ class Running:
 
     Attributes:
         prepare: called before the outermost forward, with the module that is called.
+        finish: called after it.
         module: what is called, while it runs.
         depth: how many forwards, and methods registered as such, are running.
         num_calls: how many of them are calls of modules, which also list their parameters as full tensors.
@@ -43,6 +44,7 @@ class Running:
     """
 
     prepare: Callable[[nn.Module], None] | None = None
+    finish: Callable[[], None] | None = None
     module: nn.Module | None = None
     depth: int = 0
     num_calls: int = 0
@@ -95,6 +97,8 @@ class Running:
             self.num_calls -= is_call
             if not self.depth and not is_traced:
                 self.module = None
+                if self.finish is not None and not in_backward():
+                    self.finish()
 
     @contextmanager
     def listing_sharded(self) -> Iterator[None]:

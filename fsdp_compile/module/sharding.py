@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,15 +17,16 @@ from ..compiler.options import CompileConfig
 from ..compiler.splits import activations_are_free
 from ..compiler.statements import statement_of_graphs
 from ..graphs import RewrittenGraphs
-from ..passes import metadata
+from ..passes import metadata, ops
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
 from ..planning.options import ScheduleConfig
 from ..planning.step_plans import Goal, Leeway, Planner
+from ..runtime import gathered_once
 from ..runtime.agreement import any_has_raised
 from ..runtime.comparison import Statement
 from ..runtime.compilations import Compilations
-from ..runtime.flat_shard import Shards
+from ..runtime.flat_shard import FlatShard, Shards
 from ..runtime.gradients import reduce_leftovers, watch_whole
 from ..runtime.groups import is_nccl, num_shards_of
 from ..runtime.registrations import registrations
@@ -78,6 +79,8 @@ class Sharding(Shards):
         schedules: those that the model had, once it has had several.
         post_optim_event: what the next forward is to wait for.
         owners_of_whole: with a single rank, the module that holds each parameter, and its name there.
+        records_cuda_graphs: whether a graph of it was compiled to be recorded.
+        lasting: while a forward runs, the shards that are gathered once for it and others.
     """
 
     units: list[str]
@@ -100,9 +103,11 @@ class Sharding(Shards):
     schedules: list[ScheduleConfig] = dataclasses.field(default_factory=list)
     post_optim_event: Any = None
     owners_of_whole: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=dict)
+    records_cuda_graphs: bool = False
+    lasting: set[FlatShard] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.running.prepare = self.prepare
+        self.running.prepare, self.running.finish = self.prepare, self.finish
         registrations()
 
     @property
@@ -211,7 +216,7 @@ class Sharding(Shards):
         # Without graphs each time: eager code takes most of a step. With them, when something was registered anywhere.
         if torch.is_grad_enabled() and not (self.made and self.looked.get(module) == registrations().count):
             self.refuse_newcomers(module)
-        self.is_finishing = self.is_checking = False
+        self.is_step_over = self.is_finishing = self.is_checking = False
         if self.updates is not None:
             self.updates.is_due, self.updates.is_kept = False, self.keeps_gradients
         self.check()
@@ -222,6 +227,30 @@ class Sharding(Shards):
         is_frozen = not any(shard.data.requires_grad for shard in self.shards)
         if is_frozen and torch.is_grad_enabled() and not self.keeps_gradients:
             reduce_leftovers(self)  # no gradient of this step will be a reason to
+        if torch.is_grad_enabled():
+            self.lasting = set(self._lasting())
+            gathered_once.lend(self.shards, self.lasting)
+
+    def finish(self) -> None:
+        """After a forward: what was lent to it is taken back."""
+        lasting, self.lasting = self.lasting, set()
+        gathered_once.take_back(self.shards, lasting)
+
+    def _lasting(self) -> list[FlatShard]:
+        """The shards that are gathered once for this call and others."""
+        wanted = [shard for shard in self.shards if shard.stays_full.is_for_call() or self.keeps_gradients]
+        return self.that_can_last(wanted) if wanted else []
+
+    def that_can_last(self, shards: Iterable[FlatShard]) -> list[FlatShard]:
+        """Those of these shards of which full parameters may stay full from call to call."""
+        reshard = self.schedule.reshard_of_unit(self.units, num_shards_of(self.mesh))
+
+        def may(shard: FlatShard) -> bool:
+            unit, layout = ops.unit_of_bucket(shard.layout.bucket), shard.layout
+            is_resharded = reshard.get(unit, not shard.stays_full.is_for_call())
+            return not is_resharded and layout.shards.size > 1 and not layout.sent_forms[0]
+
+        return [] if self.records_cuda_graphs else list(filter(may, shards))
 
     def _renew_whole(self) -> None:
         """What has taken the place of a parameter, as a loader puts it there, is divided, checked and updated as that.

@@ -41,11 +41,15 @@ class UnitState:
         return AllStates([UnitState(own.modules[0]) for own in own_units_below(self.module)])
 
     def _root_post_backward_final_callback(self) -> None:
-        """After the last backward of a step; nothing is left to wait for.
+        """After the last backward of a step, in which pipelines have taken back what they said.
 
         Raises:
             RuntimeError: no backward has left a gradient in any parameter.
         """
+        for own in own_units_below(self.module):
+            for shard in own.shards:
+                shard.stays_full.leave_open()
+                shard.stays_kept.leave_open()
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if trained and all(parameter.grad is None for parameter in trained):
             raise RuntimeError(

@@ -1,4 +1,7 @@
-"""Unsharding by hand: `module.unshard()` gathers the module's own units in eager, until `reshard()` or a call."""
+"""Unsharding by hand: `module.unshard()` gathers the module's own units in eager, until `reshard()` or a call.
+
+A call takes what is gathered of units that may stay full from call to call (`runtime/gathered_once.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 
-from ..runtime.collectives import running_alone, start_gather, wait
+from ..runtime.collectives import running_alone
 from ..runtime.flat_shard import FlatShard
-from .full_parameters import full_tensors
+from ..runtime.gathered_once import gather_once, start
+from .full_parameters import full_tensor, full_tensors
 from .own_units import OwnUnits, Replaced, Unsharded
+from .sharding import Sharding
 
 
-def start_unsharding(own: OwnUnits) -> Unsharded:
-    """Start gathering the units; what is returned is theirs, and to be waited for."""
+def start_unsharding(own: OwnUnits, sharding: Sharding) -> Unsharded:
+    """Start gathering the units, which are a part of this model; what is returned is theirs, and to be waited for."""
     if own.unsharded is not None:
         return own.unsharded
     own.choose_casts()
@@ -24,6 +29,7 @@ def start_unsharding(own: OwnUnits) -> Unsharded:
                 f"{shard.layout.slots[0].parameter} has no values on the meta device: call model.to_empty first"
             )
         shard.check_views()
+    gather_once(sharding.that_can_last(own.shards))
     started = [(shard, _start(shard)) for shard in own.shards]
 
     def gather() -> list[Replaced]:
@@ -34,30 +40,29 @@ def start_unsharding(own: OwnUnits) -> Unsharded:
 
 
 @torch.no_grad()
-def _start(shard: FlatShard) -> Callable[[], torch.Tensor]:
-    """Start the all-gather of a bucket, as a forward would; what waits for it."""
+def _start(shard: FlatShard) -> Callable[[], list[torch.Tensor]]:
+    """Start the all-gather of a bucket, as a forward would; what waits for it, and returns the full parameters."""
     layout, num_ranks, group = shard.layout, shard.layout.shards.size, shard.layout.shards.group
-    flat = shard.data.detach().to(shard.mesh.device_type).to(layout.casts[0] or shard.data.dtype)
     if num_ranks == 1:
-        return lambda: flat
+        flat = shard.data.detach().to(shard.mesh.device_type).to(layout.casts[0] or shard.data.dtype)
+        return lambda: full_tensors(flat, layout)
     what = f"the gather of all of {layout.bucket}"
     with running_alone(what, shard.agreement, group):
-        started = start_gather(flat, num_ranks, group)
+        started = shard.gathered or start(shard)
 
-    def finish() -> torch.Tensor:
+    def finish() -> list[torch.Tensor]:
         with running_alone(f"the wait for {what}", shard.agreement, group):
-            return wait(started)
+            parts = started.wait()
+        return [full_tensor(part, slot, num_ranks) for part, slot in zip(parts, layout.slots, strict=True)]
 
     return finish
 
 
 @torch.no_grad()
-def _replaced(own: OwnUnits, shard: FlatShard, gathered: torch.Tensor) -> list[Replaced]:
+def _replaced(own: OwnUnits, shard: FlatShard, gathered: list[torch.Tensor]) -> list[Replaced]:
     """Where the modules hold the parameters of a bucket, and what is to stand there: storage of its own for each."""
     fulls = {}
-    for slot, parameter, full in zip(
-        shard.layout.slots, shard.parameters, full_tensors(gathered, shard.layout), strict=True
-    ):
+    for slot, parameter, full in zip(shard.layout.slots, shard.parameters, gathered, strict=True):
         copied = slot.distributed(full.clone(memory_format=torch.contiguous_format))
         fulls[parameter] = nn.Parameter(copied, parameter.requires_grad)
     holders = [below for module in own.modules for below in module.modules()]

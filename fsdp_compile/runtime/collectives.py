@@ -43,6 +43,12 @@ def start_gather(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tens
     return started
 
 
+def start_gathers(chunks: Sequence[torch.Tensor], world_size: int, group: str) -> list[torch.Tensor]:
+    """As `start_gather`, of several chunks in one call."""
+    started: list[torch.Tensor] = _c10d.all_gather_into_tensor_coalesced(list(chunks), world_size, group)
+    return started
+
+
 def all_to_all(packed: torch.Tensor, num_received: Sequence[int], num_sent: Sequence[int], group: str) -> torch.Tensor:
     """Start to exchange elements of a 1-D tensor, so many from and to each rank; `wait` before the result is read."""
     received: torch.Tensor = _c10d.all_to_all_single(packed, list(num_received), list(num_sent), group)

@@ -19,6 +19,7 @@ from .accumulation import Accumulation
 from .agreement import Agreement, agreement_of
 from .assigned_data import keep_assigned_data
 from .holders import Holders
+from .lasting import GatheredOnce, Lasting
 from .optimizers import install_hooks
 from .reads import Read
 from .residuals import no_residual
@@ -53,6 +54,7 @@ class Shards:
     With a single rank `mesh` is None and there are no shards: the parameters are the model's own.
 
     Attributes:
+        is_step_over: whether gradients were reduced since the last forward began.
         is_finishing: whether gradients will be reduced at the end of the running backward.
         checks_gradients: whether a backward raises NonFiniteError for gradients that are not finite.
         is_checking: whether they will be checked at the end of the running backward.
@@ -66,6 +68,7 @@ class Shards:
 
     mesh: DeviceMesh | None
     shards: list[FlatShard] = dataclasses.field(default_factory=list)
+    is_step_over: bool = False
     is_finishing: bool = False
     checks_gradients: bool = False
     is_checking: bool = False
@@ -99,10 +102,12 @@ class FlatShard:
         residual: what messages have lost of gradients, where that is fed back, once there may be any.
         gradient, accumulated, fed_back: what reads pass to `fsdp::unshard` for now.
         reduces, all_reduces: whether gradients are reduced at all, and over the first of two mesh axes.
+        stays_kept, stays_full: whether gradients last unreduced, and full parameters, from call to call.
+        gathered: full parameters that last, once there are any.
         is_kept_by_user: whether the last forward keeps gradients because those two say so, and until they do not.
         awaited: with optimizers that step in the backward, how many reads and compiled graphs of this step have their
             backwards before them.
-        key: another for every shard in the process, and for every schedule that it was given.
+        key: as `reads.Readable` has it; another, too, for every schedule that the shard was given.
     """
 
     layout: Layout
@@ -122,6 +127,9 @@ class FlatShard:
     fed_back: nn.Parameter | None = None
     reduces: bool = True
     all_reduces: bool = True
+    stays_kept: Lasting = dataclasses.field(default_factory=Lasting)
+    stays_full: Lasting = dataclasses.field(default_factory=Lasting)
+    gathered: GatheredOnce | None = None
     is_kept_by_user: bool = False
     awaited: int = 0
     key: str = dataclasses.field(default_factory=map(str, itertools.count(1)).__next__)
@@ -320,8 +328,9 @@ class FlatShard:
             self.accumulation.is_taken = False  # by a backward that ended in an exception
         if not self.data.requires_grad or not torch.is_grad_enabled():
             return
-        self.is_kept_by_user = self.keeps_gradients and not keeps_gradients
-        if keeps_gradients or self.keeps_gradients:
+        is_kept = self.keeps_gradients or self.stays_kept.is_for_call()
+        self.is_kept_by_user = is_kept and not keeps_gradients
+        if keeps_gradients or is_kept:
             self.accumulation = self.accumulation or Accumulation.of(self.layout, self.data)
             self.gradient, self.accumulated = "keep", self.accumulation.leaf
             return

@@ -15,6 +15,7 @@ import torch.nn as nn
 
 from .collectives import OnAnyRank, reduce_packed, running_alone
 from .flat_shard import Divisor, FlatShard, Shards
+from .gathered_once import end_step
 from .guard import check_after_backward
 from .modules import not_captured
 from .updates import step_after_backward
@@ -52,6 +53,7 @@ def note_gradients_of(shard: FlatShard, offsets: Iterable[int], *, is_kept: bool
             _reduce_leftovers_after_backward(shard.sharding)
     elif not is_kept:
         step_after_backward(shard.sharding)
+        _end_step(shard.sharding)
         shard.received.update(offsets)
         _reduce_leftovers_after_backward(shard.sharding)
 
@@ -63,6 +65,13 @@ def take_accumulated(shard: FlatShard, accumulated: torch.Tensor) -> torch.Tenso
         return torch.zeros_like(accumulated)
     accumulation.is_taken = True
     return accumulated
+
+
+def _end_step(sharding: Shards) -> None:
+    """Once a step: what lasts from call to call within it is over."""
+    if not sharding.is_step_over:
+        sharding.is_step_over = True
+        end_step(sharding.shards)
 
 
 def _reduce_leftovers_after_backward(sharding: Shards) -> None:
@@ -89,6 +98,8 @@ def reduce_leftovers(sharding: Shards) -> None:
     for shard in sharding.shards:
         if shard.has_accumulated and not shard.keeps_gradients:
             _reduce_leftover(shard)
+    if not any(shard.keeps_gradients for shard in sharding.shards):
+        _end_step(sharding)
 
 
 @torch.no_grad()

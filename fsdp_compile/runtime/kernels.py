@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..passes import forms, ops
 from ..passes.padding import shard_numel
 from .agreement import Agreement
-from .collectives import gather_chunk, reduce_packed, running_alone
+from .collectives import gather_chunk, reduce_packed, running_alone, wait
 from .gradients import note_gradients, shard_of
 
 _is_capturing = contextvars.ContextVar("fsdp_compile_is_capturing", default=False)
@@ -49,8 +49,16 @@ def _unshard(
     dtype: torch.dtype | None,
     device: torch.device | None,
     gather_form: str,
-    *_: Any,
+    replicas: int,
+    replica_group: str,
+    reduction: str,
+    divisor: float,
+    reduce_dtype: torch.dtype | None,
+    reduce_form: str,
+    gathered: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if gathered is not None:
+        return wait(gathered).view(-1, *shape[1:])[: shape[0]].clone()
     taken, computed_in = shard_numel(shape, world_size), dtype or shard.dtype
     section = shard[offset : offset + taken]
     if world_size == 1:
@@ -125,7 +133,7 @@ def _agreement_of(data: torch.Tensor) -> Agreement | None:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.shard, ctx.accumulated, ctx.residual, ctx.gradient, ctx.arguments = *inputs[:4], inputs[4:]
+    ctx.shard, ctx.accumulated, ctx.residual, ctx.gradient, ctx.arguments = *inputs[:4], inputs[4:-1]
     # How `dependence.py` knows a read of a parameter, and whether there is a gradient.
     ctx.fsdp_slot = None if ctx.gradient == "none" else (inputs[4], inputs[6])
     if (shard := shard_of(ctx.shard)) is not None and ctx.gradient != "none":
@@ -160,7 +168,7 @@ def _unshard_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     note_gradients(ctx.shard, [offset], is_kept=ctx.gradient == "keep")
     if (shard := shard_of(ctx.shard)) is not None:
         shard.awaited -= shard.awaited > 0
-    return (of_shard, of_accumulated, None, None, *[None] * len(ctx.arguments))
+    return (of_shard, of_accumulated, None, None, *[None] * len(ctx.arguments), None)
 
 
 ops.LIBRARY.impl("unshard", _unshard, "CompositeExplicitAutograd")

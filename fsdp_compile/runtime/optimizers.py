@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.nn as nn
 from torch import optim
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .local_steps import compute_locally
@@ -45,6 +46,21 @@ def install_hooks() -> None:
     register_optimizer_step_pre_hook(compute_locally)
     register_optimizer_step_pre_hook(step_by_owners)
     register_optimizer_step_pre_hook(explain_failures)
+    register_optimizer_step_pre_hook(_count)
+
+
+_num_steps = 0
+
+
+def num_steps() -> int:
+    """How many steps optimizers of sharded parameters have begun in this process."""
+    return _num_steps
+
+
+def _count(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Optimizers of other parameters do not count: a rank may have one by itself."""
+    global _num_steps
+    _num_steps += any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"])
 
 
 def repoint(optimizer: optim.Optimizer) -> None:

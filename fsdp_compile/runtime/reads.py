@@ -14,6 +14,8 @@ from ..layout.buckets import Layout, Slot
 from ..layout.distribution import Distribution, SummedOver
 from .assembly import ASSEMBLE
 
+GATHERED = " gathered"
+
 
 @dataclasses.dataclass
 class Read:
@@ -26,11 +28,13 @@ class Read:
             gradient is fed back; of one that is not sharded on its first dimension, what `fsdp::assemble` takes
             besides; what `fsdp::unshard` takes besides.
         distribution: over other ranks, which a forward sees.
+        gathered: all ranks' rows of the parameter, where they were gathered for several calls; on their way, maybe.
     """
 
     shard: Readable
     constants: tuple[bool, bool, bool, tuple[Any, ...] | None, tuple[Any, ...]]
     distribution: Distribution | SummedOver | None = None
+    gathered: torch.Tensor | None = None
 
     @classmethod
     def of(cls, shard: Readable, layout: Layout, slot: Slot, *, is_frozen: bool) -> Read:
@@ -78,7 +82,10 @@ def read_parameter(read: Read | LocalRead, module: nn.Module, name: str) -> torc
         raise AssertionError("a shard without a key")
     gradient = "none" if is_frozen else read.shard.gradient
     accumulated, residual = read.shard.accumulated, read.shard.fed_back if feeds_back else None
-    full: torch.Tensor = torch.ops.fsdp.unshard.default(read.shard.data, accumulated, residual, gradient, *arguments)
+    tensors = read.shard.data, accumulated, residual
+    if read.shard.key.endswith(GATHERED):
+        arguments = *arguments, read.gathered
+    full: torch.Tensor = torch.ops.fsdp.unshard.default(*tensors, gradient, *arguments)
     if parts is not None:
         full = ASSEMBLE(full, *parts)
     if not is_distributed or read.distribution is None:
@@ -90,7 +97,8 @@ def read_parameter(read: Read | LocalRead, module: nn.Module, name: str) -> torc
 class Readable(Protocol):
     """A shard; it may change its tensor, when the model moves to another dtype or device.
 
-    `key` is another for every shard in the process. The others say where gradients go, and what goes along: as they are
+    `key` is another for every shard in the process; it ends with `GATHERED` where reads bring what was gathered, which
+    costs no guard of its own. The others say where gradients go, and what goes along: as they are
     called in `passes.ops`, but for `fed_back`, which is the residual.
     """
 
