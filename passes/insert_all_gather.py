@@ -83,6 +83,8 @@ def _take_gathered(graph: torch.fx.Graph) -> None:
         gathered = ops.argument(unshard, "gathered")
         if gathered is None or not unshard.users:
             continue
+        shard, bucket = (ops.argument(unshard, name) for name in ("shard", "bucket"))
+        metadata.note_gathered(shard, bucket)
         parameter, shape, world_size = (ops.argument(unshard, name) for name in ("parameter", "shape", "world_size"))
         with graph.inserting_before(analysis.kernel_begin(analysis.first_use(unshard, position))):
             ready = ops.call(graph, ops.WAIT, gathered, value=gathered.meta["val"])

@@ -63,6 +63,16 @@ def note_shard(node: torch.fx.Node, kept: FullParameter | Part | None) -> None:
         node.meta["fsdp_part"] = kept
 
 
+def gathered_bucket(node: torch.fx.Node) -> str | None:
+    """What `note_gathered` noted on a graph input, or None."""
+    return node.meta.get("fsdp_gathered_bucket")
+
+
+def note_gathered(node: torch.fx.Node, bucket: str) -> None:
+    """Note of which bucket a graph input is the shard that was gathered before the call, so that nothing reads it."""
+    node.meta["fsdp_gathered_bucket"] = bucket
+
+
 def is_whole_copy(node: torch.fx.Node) -> bool:
     """Whether `copy_whole` marked this node."""
     return bool(node.meta.get("fsdp_whole_copy"))

@@ -103,7 +103,9 @@ def _wanted_name(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
     if kept := metadata.kept_parameter(node):
         return ops.escaped(kept.parameter)
     if node.op == "placeholder":
-        return _bucket_of_input(node) or node.name
+        if (parameter := _parameter_of_gathered(node)) is not None:
+            return f"{parameter}.gathered"
+        return metadata.gathered_bucket(node) or _bucket_of_input(node) or node.name
     if ops.is_call(node, ops.WAIT, ops.COPY_WAIT):
         start: Any = node.args[0]
         if start.op == "placeholder":
@@ -124,8 +126,6 @@ def _filled_in(name: str, node: torch.fx.Node, names: dict[torch.fx.Node, str]) 
 
 
 def _bucket_of_input(node: torch.fx.Node) -> str | None:
-    if (parameter := _parameter_of_gathered(node)) is not None:
-        return f"{parameter}.gathered"
     for user in node.users:
         if ops.is_call(user, ops.UNSHARD):
             return str(ops.argument(user, "bucket"))

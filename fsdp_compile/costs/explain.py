@@ -11,7 +11,7 @@ import torch.fx
 
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
-from ..passes import ops
+from ..passes import analysis, ops
 from ..passes.plan import StepPlan
 from ..passes.printer import printed_name
 from .exposure import why_exposed
@@ -120,6 +120,9 @@ def hardware_is_missing() -> ConfigError:
 
 def _lines(outline: Outline, prediction: Prediction | None) -> list[str]:
     rows = [("schedule", _schedule(outline.plan)), ("collectives", _collectives(outline.work))]
+    if gathered := analysis.gathered_inputs(outline.work.forward.graph):
+        size = bytes_text(sum(num_bytes(node.meta["val"]) for node in gathered))
+        rows.append(("gathered", f"before this call, once for several: {len(gathered)} parameters, {size}"))
     if outline.work.backward is not None and (updates := ops.updates(outline.work.backward.graph)):
         rows.append(("optimizer", f"steps in the backward: {len(updates)} updates, each as its gradient is there"))
     rows += [("wide gather", text) for text in _wide(outline.work)]

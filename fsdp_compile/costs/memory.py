@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 import torch.fx
 
-from ..passes import analysis, ops
+from ..passes import analysis, metadata, ops
 from ..passes.analysis import full_buffers
 from ..passes.padding import shard_numel
 from ..runtime.inductor import is_onednn_called, onednn_workspace
@@ -110,7 +110,7 @@ def received_by_backward(forward: torch.fx.Graph, backward: torch.fx.Graph) -> d
 
 def is_shard(node: torch.fx.Node) -> bool:
     """Whether an input of the forward is a shard: it is gathered, or its parameters are viewed."""
-    return any(
+    return metadata.gathered_bucket(node) is not None or any(
         ops.is_all_gather(user) or ops.is_parameter_out(user) or (_is_form_of_shards(user) and is_shard(user))
         for user in node.users
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch.fx
+
 from ..errors import ConfigError
 from ..passes import analysis, ops
 from .nodes import num_bytes, traffic_of_update
@@ -46,6 +48,14 @@ def state_bytes(work: Work, optimizer: Optimizer) -> float:
 
 
 def gradient_bytes(work: Work) -> int:
-    """Bytes of the gradients that the backward returns, which are as large as what the optimizer updates after it."""
+    """Bytes of the gradients that the backward returns, which are as large as what the optimizer updates after it.
+
+    Of what is kept for a later step, which is full, those of this rank's part.
+    """
     returned = analysis.outputs(work.backward.graph) if work.backward else []
-    return sum(num_bytes(node.meta["val"]) for node in returned if node is not None)
+    return sum(_bytes_of_part(node) for node in returned if node is not None)
+
+
+def _bytes_of_part(gradient: torch.fx.Node) -> int:
+    size = num_bytes(gradient.meta["val"])
+    return size // ops.argument(gradient, "world_size") if ops.is_call(gradient, ops.PACK) else size
