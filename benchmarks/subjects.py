@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from allocation import Allocation
 from simple_fsdp import BUCKETED, overlapped, simple_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -71,18 +71,19 @@ def ddp(case: Case) -> nn.Module:
     return DistributedDataParallel(case.model, gradient_as_bucket_view=True)
 
 
-def fsdp1(case: Case) -> nn.Module:
+def fsdp1(case: Case, **options: Any) -> nn.Module:
     units = set(case.modules())
     policy = CustomPolicy(lambda module: module in units)
     device = case.inputs[0].device
-    return FullyShardedDataParallel(case.model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+    wrap = partial(FullyShardedDataParallel, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+    return wrap(case.model, **options)
 
 
-def fsdp2(case: Case) -> nn.Module:
+def fsdp2(case: Case, **options: Any) -> nn.Module:
     mesh = case.mesh
     for unit in case.modules():
-        fully_shard(unit, mesh=mesh)
-    return fully_shard(case.model, mesh=mesh)
+        fully_shard(unit, mesh=mesh, **options)
+    return fully_shard(case.model, mesh=mesh, **options)
 
 
 def fsdp2_prefetch(case: Case) -> nn.Module:
@@ -208,6 +209,8 @@ SUBJECTS = {
     "ddp": Subject(ddp),
     "fsdp1": Subject(fsdp1),
     "fsdp2": Subject(fsdp2),
+    "fsdp1-kept": Subject(partial(fsdp1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)),
+    "fsdp2-kept": Subject(partial(fsdp2, reshard_after_forward=False)),
     "fsdp2-prefetch": Subject(fsdp2_prefetch),
     "fsdp2-compiled": Subject(fsdp2_compiled),
     "simple": Subject(simple),
@@ -216,6 +219,7 @@ SUBJECTS = {
     "fsdp_compile": Subject(ours, measures=True),
     "fsdp_compile-updates": Subject(ours, measures=True, in_backward=True),
     "fsdp_compile-plain": Subject(partial(ours, hardware=False)),
+    "fsdp_compile-kept": Subject(partial(ours, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)),
     "fsdp_compile-planned": Subject(ours_planned, is_calibrated=True),
     "fsdp_compile-fit": Subject(ours_planned, is_calibrated=True, budget=1.0),
     "fsdp_compile-tight": Subject(ours_planned, is_calibrated=True, budget=0.8),
@@ -229,8 +233,9 @@ SUBJECTS = {
     "fsdp_compile-packed": Subject(partial(ours, hardware=False, collective_lowering="packed")),
     "fsdp_compile-grouped": Subject(partial(ours, hardware=False, collective_lowering="grouped")),
 }
-"""updates: the optimizer steps in the backward; plain: without a plan; fit: planned in FSDP2's memory, tight: in 0.8 of
-it; messages: what fsdp_compile sends without a plan, and nothing computed."""
+"""updates: the optimizer steps in the backward; kept: parameters stay full after the forward; plain: without a plan;
+fit: planned in FSDP2's memory, tight: in 0.8 of it; messages: what fsdp_compile sends without a plan, and nothing
+computed."""
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -240,6 +245,23 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw-loop": partial(torch.optim.AdamW, foreach=False),
     "sgd": torch.optim.SGD,
 }
+
+
+@contextmanager
+def without_reductions(model: nn.Module) -> Iterator[None]:
+    """Inside, gradients are kept, as users of each subject say it; full parameters, where they may be."""
+    if isinstance(model, FSDPModule) and not hasattr(model, "no_sync"):
+        _is_last(model, False)
+        yield
+        _is_last(model, True)
+    else:
+        with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
+            yield
+
+
+def _is_last(model: FSDPModule, is_last: bool) -> None:
+    model.set_requires_gradient_sync(is_last)
+    model.set_reshard_after_backward(is_last)
 
 
 class Training:
@@ -255,13 +277,15 @@ class Training:
         inductor: Mapping[str, Any] | None = None,
         optimizer: str = "adamw",
         split: int = 1,
+        micro_batches: int = 1,
     ) -> None:
         """Shard the model and take the first step; to be called by all ranks at once.
 
         Args:
             split: neighbouring ranks that split the model, by tensor parallelism.
+            micro_batches: of a step; all have the same rows.
         """
-        self.device = allocation.device
+        self.device, self.micro_batches = allocation.device, micro_batches
         torch.manual_seed(0)
         with self.device:
             model, self.inputs = workload.build(), workload.inputs()
@@ -285,17 +309,19 @@ class Training:
 
     def step(self) -> tuple[float, float, float]:
         """Seconds of the forward, the backward and the optimizer."""
-        marks = [time.perf_counter()]
-        with self.around():
-            loss = self.model(*self.inputs)
-            marks.append(self._now())
-            loss.backward()
-        marks.append(self._now())
+        forward = backward = 0.0
+        for number in range(1, self.micro_batches + 1):
+            begin = time.perf_counter()
+            with self.around(), without_reductions(self.model) if number < self.micro_batches else nullcontext():
+                loss = self.model(*self.inputs) / self.micro_batches
+                middle = self._now()
+                loss.backward()
+            end = self._now()
+            forward, backward = forward + middle - begin, backward + end - middle
         self.optimizer.step()
         self.optimizer.zero_grad()
-        marks.append(self._now())
+        optimizer = self._now() - end
         self.loss = loss.detach().to_local() if isinstance(loss, DTensor) else loss.detach()
-        forward, backward, optimizer = (end - begin for begin, end in zip(marks, marks[1:], strict=False))
         return forward, backward, optimizer
 
     def _now(self) -> float:

@@ -35,7 +35,10 @@ from subjects import NARROWER, SUBJECTS
 
 MODELS = ["gpt", "gpt-autocast", "mlp", "conv", "conv-large"]
 SPLIT = ["llama-split"]
-_ASKED_FOR = {f"fsdp_compile-{name}" for name in ("packed", "grouped", *NARROWER)}
+_ASKED_FOR = {f"fsdp_compile-{name}" for name in ("packed", "grouped", "kept", *NARROWER)} | {
+    "fsdp1-kept",
+    "fsdp2-kept",
+}
 DEFAULT = [name for name in SUBJECTS if name not in _ASKED_FOR]
 
 
@@ -52,6 +55,7 @@ def start(teams: Teams, started: dict[str, Reply], model: str, options: argparse
             continue
         split = options.ranks_per_host
         request = {"subject": name, "workload": model, "arguments": {}, "memory_budget": peak, "split": split}
+        request["micro_batches"] = options.micro_batches
         replies = teams.start(name, team(f"{model}-{name}", 29510 + number, folder, split), request)
         if replies is not None:
             first = started.get(name, replies[0])["first"]
@@ -149,6 +153,7 @@ def main() -> None:
         "--ranks-per-host", type=int, default=1, choices=[1, 2], help="two split the model, and share a core"
     )
     parser.add_argument("--subjects", nargs="+", default=DEFAULT, choices=list(SUBJECTS))
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a step; all but the last keep gradients")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="of each subject in a round")
     options = parser.parse_args()
