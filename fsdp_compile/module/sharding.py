@@ -232,7 +232,9 @@ class Sharding(Shards):
             gathered_once.lend(self.shards, self.lasting)
 
     def finish(self) -> None:
-        """After a forward: what was lent to it is taken back."""
+        """After a forward: what was lent to it is taken back, so that the backward ends its life."""
+        for shard in self.shards:
+            shard.let_go_of_kept()
         lasting, self.lasting = self.lasting, set()
         gathered_once.take_back(self.shards, lasting)
 

@@ -339,6 +339,11 @@ class FlatShard:
         if self.layout.feeds_back:
             self.fed_back = self.known_residual()
 
+    def let_go_of_kept(self) -> None:
+        """After a forward, whose backward has what earlier steps kept: that is not held until the next forward."""
+        if self.gradient == "reduce":
+            self.accumulated = None
+
     def known_residual(self) -> nn.Parameter:
         """What messages have lost of gradients: nothing, before there were any."""
         if self.residual is None:

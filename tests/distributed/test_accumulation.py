@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compile import ConfigError, fsdp_compile
+from fsdp_compile.module.sharding import sharding_of
 from fsdp_compile.passes import ops
 from tests.distributed.training import (
     ROWS,
@@ -118,6 +120,17 @@ def test_no_sync_reduces_once_and_otherwise_every_micro_batch_does(world_size, b
         accumulate(model, 1, syncs=False)
     assert (every.num, last.num) == (NUM * num_buckets, num_buckets)
     assert len(model.graphs) == 3  # nothing was compiled again
+
+
+@on_ranks(2)
+def test_gradients_that_were_kept_are_gone_when_they_are_reduced(world_size):
+    model = compiled(build("odd_mlp"))
+    with model.no_sync():
+        backward(model, 0, 0)
+    kept = [StorageWeakRef(shard.accumulation.leaf.grad.untyped_storage()) for shard in sharding_of(model).shards]
+    assert not any(reference.expired() for reference in kept)
+    backward(model, 0, 1)
+    assert all(reference.expired() for reference in kept)
 
 
 @pytest.mark.parametrize(
