@@ -68,10 +68,10 @@ def take_accumulated(shard: FlatShard, accumulated: torch.Tensor) -> torch.Tenso
 
 
 def _end_step(sharding: Shards) -> None:
-    """Once a step: what lasts from call to call within it is over."""
+    """Once a step: what lasts from call to call within it is over, but for shards that go on to keep gradients."""
     if not sharding.is_step_over:
         sharding.is_step_over = True
-        end_step(sharding.shards)
+        end_step([shard for shard in sharding.shards if not shard.keeps_gradients])
 
 
 def _reduce_leftovers_after_backward(sharding: Shards) -> None:
