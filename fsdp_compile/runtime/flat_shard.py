@@ -54,7 +54,7 @@ class Shards:
     With a single rank `mesh` is None and there are no shards: the parameters are the model's own.
 
     Attributes:
-        is_step_over: whether gradients were reduced since the last forward began.
+        is_step_over: whether a backward has reduced gradients since the last forward began.
         is_finishing: whether gradients will be reduced at the end of the running backward.
         checks_gradients: whether a backward raises NonFiniteError for gradients that are not finite.
         is_checking: whether they will be checked at the end of the running backward.

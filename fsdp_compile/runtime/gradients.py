@@ -53,7 +53,9 @@ def note_gradients_of(shard: FlatShard, offsets: Iterable[int], *, is_kept: bool
             _reduce_leftovers_after_backward(shard.sharding)
     elif not is_kept:
         step_after_backward(shard.sharding)
-        _end_step(shard.sharding)
+        if not shard.sharding.is_step_over:
+            shard.sharding.is_step_over = True
+            _end_step(shard.sharding)
         shard.received.update(offsets)
         _reduce_leftovers_after_backward(shard.sharding)
 
@@ -68,10 +70,8 @@ def take_accumulated(shard: FlatShard, accumulated: torch.Tensor) -> torch.Tenso
 
 
 def _end_step(sharding: Shards) -> None:
-    """Once a step: what lasts from call to call within it is over, but for shards that go on to keep gradients."""
-    if not sharding.is_step_over:
-        sharding.is_step_over = True
-        end_step([shard for shard in sharding.shards if not shard.keeps_gradients])
+    """What lasts from call to call within a step is over, but for shards that go on to keep gradients."""
+    end_step([shard for shard in sharding.shards if not shard.keeps_gradients])
 
 
 def _reduce_leftovers_after_backward(sharding: Shards) -> None:
@@ -98,8 +98,7 @@ def reduce_leftovers(sharding: Shards) -> None:
     for shard in sharding.shards:
         if shard.has_accumulated and not shard.keeps_gradients:
             _reduce_leftover(shard)
-    if not any(shard.keeps_gradients for shard in sharding.shards):
-        _end_step(sharding)
+    _end_step(sharding)
 
 
 @torch.no_grad()
