@@ -75,8 +75,9 @@ def fsdp1(case: Case, **options: Any) -> nn.Module:
     units = set(case.modules())
     policy = CustomPolicy(lambda module: module in units)
     device = case.inputs[0].device
-    wrap = partial(FullyShardedDataParallel, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
-    return wrap(case.model, **options)
+    return FullyShardedDataParallel(
+        case.model, auto_wrap_policy=policy, use_orig_params=True, device_id=device, **options
+    )
 
 
 def fsdp2(case: Case, **options: Any) -> nn.Module:

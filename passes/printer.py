@@ -146,10 +146,11 @@ def _bucket_of_input(node: torch.fx.Node) -> str | None:
 def _parameter_of_gathered(node: torch.fx.Node) -> str | None:
     """Whose rows an input brings that was gathered before the call; None for another input."""
     for user in node.users:
-        is_gathered = ops.is_call(user, ops.UNSHARD) and ops.argument(user, "gathered") is node
-        out = next(iter(user.users)) if ops.is_call(user, ops.WAIT) else user
-        if is_gathered or out is not user:
-            return ops.escaped(ops.argument(out, "parameter"))
+        if ops.is_call(user, ops.WAIT):
+            user = next(iter(user.users))
+        elif not ops.is_call(user, ops.UNSHARD) or ops.argument(user, "gathered") is not node:
+            continue
+        return ops.escaped(ops.argument(user, "parameter"))
     return None
 
 

@@ -37,14 +37,8 @@ def all_reduce_alone(
     return reduced
 
 
-def start_gather(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
-    """As `gather_chunk`, but the result is there only once it is waited for."""
-    started: torch.Tensor = _c10d.all_gather_into_tensor(chunk.contiguous(), world_size, group)
-    return started
-
-
 def start_gathers(chunks: Sequence[torch.Tensor], world_size: int, group: str) -> list[torch.Tensor]:
-    """As `start_gather`, of several chunks in one call."""
+    """Start to gather several chunks in one call; `wait` before what all ranks have of one is read."""
     started: list[torch.Tensor] = _c10d.all_gather_into_tensor_coalesced(list(chunks), world_size, group)
     return started
 
@@ -63,7 +57,7 @@ def wait(pending: torch.Tensor) -> torch.Tensor:
 
 def gather_chunk(chunk: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
     """All ranks' chunks of a parameter, one after another."""
-    return wait(start_gather(chunk, world_size, group))
+    return wait(_c10d.all_gather_into_tensor(chunk.contiguous(), world_size, group))
 
 
 def reduce_packed(

@@ -75,11 +75,12 @@ def take_back(shards: Sequence[FlatShard], lasting: Collection[FlatShard]) -> No
 
 
 def end_step(shards: Sequence[FlatShard]) -> None:
-    """Gradients are reduced, and an optimizer may step."""
+    """Gradients are reduced, and an optimizer may step; but for shards whose gradients are kept on."""
     for shard in shards:
-        shard.stays_full.end_step()
-        shard.stays_kept.end_step()
-        drop(shard)
+        if not shard.keeps_gradients:
+            shard.stays_full.end_step()
+            shard.stays_kept.end_step()
+            drop(shard)
 
 
 def drop(shard: FlatShard) -> None:

@@ -55,7 +55,7 @@ def note_gradients_of(shard: FlatShard, offsets: Iterable[int], *, is_kept: bool
         step_after_backward(shard.sharding)
         if not shard.sharding.is_step_over:
             shard.sharding.is_step_over = True
-            _end_step(shard.sharding)
+            end_step(shard.sharding.shards)
         shard.received.update(offsets)
         _reduce_leftovers_after_backward(shard.sharding)
 
@@ -67,11 +67,6 @@ def take_accumulated(shard: FlatShard, accumulated: torch.Tensor) -> torch.Tenso
         return torch.zeros_like(accumulated)
     accumulation.is_taken = True
     return accumulated
-
-
-def _end_step(sharding: Shards) -> None:
-    """What lasts from call to call within a step is over, but for shards that go on to keep gradients."""
-    end_step([shard for shard in sharding.shards if not shard.keeps_gradients])
 
 
 def _reduce_leftovers_after_backward(sharding: Shards) -> None:
@@ -98,7 +93,7 @@ def reduce_leftovers(sharding: Shards) -> None:
     for shard in sharding.shards:
         if shard.has_accumulated and not shard.keeps_gradients:
             _reduce_leftover(shard)
-    _end_step(sharding)
+    end_step(sharding.shards)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from fsdp_compile.module.sharding import sharding_of
 from fsdp_compile.passes import ops
 from tests.distributed.training import (
     ROWS,
+    Collectives,
     adamw,
     assert_close,
     assert_same_gradients,
@@ -27,6 +28,7 @@ from tests.models import build, made, seeded
 from tests.ranks import on_ranks
 
 NUM = 4  # micro-batches in a step
+REDUCTIONS = "reduce", "all_reduce"
 
 
 def micro_batch(model, step, index, rank=None):
@@ -69,20 +71,6 @@ def num_reductions(graphs):
     return sum(ops.is_reduction(node) for node in graphs.backward.graph.nodes)
 
 
-class Reductions:
-    """Counts the collectives that reduce, as they run."""
-
-    def __enter__(self):
-        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-        self.profiler.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self.profiler.__exit__(*error)
-        names = [event.name for event in self.profiler.events()]
-        self.num = sum(name.startswith(("_c10d_functional::reduce", "_c10d_functional::all_reduce")) for name in names)
-
-
 @pytest.mark.parametrize(
     ("name", "syncs"),
     [("adapted", False), ("graph_break", False), ("odd_parameters", False), ("gpt", True)],
@@ -114,9 +102,9 @@ def test_no_sync_reduces_once_and_otherwise_every_micro_batch_does(world_size, b
     assert num_buckets == 3
     assert [num_reductions(graphs) for graphs in model.graphs] == [num_buckets, 0, num_buckets]
 
-    with Reductions() as every:
+    with Collectives(*REDUCTIONS) as every:
         accumulate(model, 1, syncs=True)
-    with Reductions() as last:
+    with Collectives(*REDUCTIONS) as last:
         accumulate(model, 1, syncs=False)
     assert (every.num, last.num) == (NUM * num_buckets, num_buckets)
     assert len(model.graphs) == 3  # nothing was compiled again

@@ -14,6 +14,7 @@ from fsdp_compile import CommunicationDtype, compat, fsdp_compile, shard
 from fsdp_compile.module.sharding import sharding_of
 from tests.distributed.test_accumulation import NUM, accumulate, backward, backward_unsharded, micro_batch
 from tests.distributed.training import (
+    Collectives,
     adamw,
     assert_close,
     assert_same_gradients,
@@ -32,25 +33,11 @@ KEEPS = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "auto_wrap_policy"
 UNITS = 3  # of odd_mlp, if every Linear is one
 
 
-class Gathers:
-    """Counts the all-gathers that start, in graphs and outside of them; a call for several messages is one."""
-
-    def __enter__(self):
-        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-        self.profiler.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self.profiler.__exit__(*error)
-        names = [event.name for event in self.profiler.events()]
-        self.num = sum(name.startswith("_c10d_functional::all_gather") for name in names)
-
-
 def train_both(model, expected, steps, accumulate_in=accumulate):
     """Steps of several micro-batches, of both; how many gathers each of them takes."""
     counts, optimizers = [], [adamw(model.parameters()), adamw(expected.parameters())]
     for step in range(steps):
-        with Gathers() as gathers:
+        with Collectives("all_gather") as gathers:
             accumulate_in(model, step)
         counts.append(gathers.num)
         for index in range(NUM):
@@ -225,6 +212,6 @@ def test_a_step_that_nobody_speaks_of_reduces_and_lets_go(world_size):
 def test_numbers_that_are_sent_as_integers_are_gathered_by_every_call(world_size):
     model = compiled(build("odd_mlp"), communication_dtype=CommunicationDtype(gather="int8"), **KEEPS)
     accumulate(model, 0, syncs=False)
-    with Gathers() as gathers:
+    with Collectives("all_gather") as gathers:
         accumulate(model, 1, syncs=False)
     assert gathers.num == NUM * UNITS

@@ -16,8 +16,7 @@ from torch.distributed.pipelining import (
 )
 
 from fsdp_compile import compat
-from tests.distributed.test_gathered_once import Gathers
-from tests.distributed.training import assert_close, full
+from tests.distributed.training import Collectives, assert_close, full
 from tests.models import DEVICE, seeded
 from tests.ranks import on_ranks
 
@@ -79,7 +78,7 @@ def test_stages_train_as_the_whole(world_size, schedule, stages_of_rank):
     optimizer, expected_optimizer = (torch.optim.AdamW(held.values(), 0.01) for held in (parameters, wanted))
     for step in range(3):
         (x, target), losses = batch(mesh.get_local_rank("shards"), step), []
-        with Gathers() as gathers:
+        with Collectives("all_gather") as gathers:
             run.step(*((x,) if 0 in stages else ()), **({"target": target, "losses": losses} if last in stages else {}))
         if step and world_size > 2:  # the first one shows what the schedule says, and when
             assert gathers.num == len(whole) // 2  # once for all micro-batches

@@ -72,6 +72,25 @@ def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)  # unlike AdamW's, its steps show the scale of the gradients
 
 
+class Collectives:
+    """Counts those that run, in graphs and outside of them, by the beginnings of their names; several at once are one.
+
+    Where a graph is traced, some run as well.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.begin = tuple(f"_c10d_functional::{name}" for name in names)
+
+    def __enter__(self) -> Collectives:
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.profiler.__exit__(*error)
+        self.num = sum(event.name.startswith(self.begin) for event in self.profiler.events())
+
+
 class NoDTensors(TorchDispatchMode):
     """In which no operator gets a DTensor."""
 
