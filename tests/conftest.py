@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_default_device(DEVICE)
     torch.set_num_threads(1)
     ranks.collect_garbage_rarely()
+    ranks.compile_without_extras()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,3 +65,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     ranks.stop_all()
+    gc.unfreeze()  # otherwise extensions print what they take for leaks

@@ -54,10 +54,6 @@ START_LIMIT = 120.0  # seconds until every worker has imported torch and joined 
 GRACE = 3.0  # seconds the other ranks get to report once one has failed; longer ones hang in a collective
 LOG_TAIL = 6000  # bytes of a worker's output shown with a failure
 MOST_THREADS = 60  # of a worker, until others take its place
-PRELOADED = [
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-]  # imported once, in the process that workers are forked from
 
 _worker = False  # True inside a worker process
 _pools: dict[int, RankPool] = {}
@@ -172,7 +168,7 @@ class RankPool:
         self.processes: list[multiprocessing.process.BaseProcess] = []
         if DEVICE.type == "cpu":
             context = multiprocessing.get_context("forkserver")  # a spawned process would import torch again
-            context.set_forkserver_preload(PRELOADED)
+            context.set_forkserver_preload(["tests.preloaded"])
         else:
             context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         with _patched_environ(environment() | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}):  # threads that start compilers
@@ -293,6 +289,12 @@ def collect_garbage_rarely() -> None:
     gc.set_threshold(100_000, 20, 100)
 
 
+def compile_without_extras() -> None:
+    """After a compilation, Dynamo empties the processor's caches to measure guards, and looks for garbage."""
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    torch._dynamo.config.run_gc_after_compile = False
+
+
 def _one_line(exception: BaseException) -> str:
     return f"{type(exception).__name__}: {exception}".splitlines()[0]
 
@@ -313,7 +315,9 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log: Path) -
     global _worker
     _worker = True
     _redirect_output(log)
+    gc.freeze()  # what came with the fork: looking through it would copy it
     collect_garbage_rarely()
+    compile_without_extras()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port)
