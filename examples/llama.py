@@ -5,6 +5,7 @@
     python examples/llama.py --world-size 512
     python -m fsdp_compile plan examples/llama.py:llama3_8b --gpus 8 64 --seq 8192
     python -m fsdp_compile plan examples/llama.py:llama3_70b --gpus 256 --mesh auto --global-batch 512 --seq 8192
+    python -m fsdp_compile plan examples/llama.py:llama3_70b --mesh dp=256 dp=32,pp=8 --global-batch 512 --seq 8192
 
 No process group and no GPU: what is printed is the schedule that each of the ranks would run.
 """
@@ -15,6 +16,7 @@ import argparse
 import dataclasses
 import resource
 import time
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -132,6 +134,35 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = layer(x, cosines, sines)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+class Stage(nn.Module):
+    """Some of a model's layers: tokens come to the first stage, and the last one returns the loss."""
+
+    def __init__(self, model: Llama, layers: range) -> None:
+        super().__init__()
+        self.config = model.config
+        self.embed = model.embed if layers.start == 0 else None
+        self.layers = nn.ModuleList([model.layers[index] for index in layers])
+        is_last = layers.stop == len(model.layers)
+        self.norm, self.head = (model.norm, model.head) if is_last else (None, None)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        cosines, sines = rotary_angles(targets.shape[1], self.config, targets.device)
+        if self.embed is not None:
+            x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, cosines, sines)
+        if self.norm is None or self.head is None:
+            return x, targets
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def stages(model: Llama, number: int) -> list[Stage]:
+    """Of about as many layers each; the embedding and the head count as one."""
+    cuts = [round(index * (len(model.layers) + 2) / number) - 1 for index in range(1, number)]
+    bounds = [0, *cuts, len(model.layers)]
+    return [Stage(model, range(*bound)) for bound in pairwise(bounds)]
 
 
 def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_compile import rewrite
-from llama import FeedForward, Llama, LlamaConfig, inputs
+from llama import FeedForward, Llama, LlamaConfig, inputs, stages
 
-__all__ = ["inputs", "mixture_16b", "mixture_671b", "mixture_small", "parallelize"]
+__all__ = ["inputs", "mixture_16b", "mixture_671b", "mixture_small", "parallelize", "stages"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,6 +40,16 @@ def deep():
 def inputs(batch, seq):
     return (torch.zeros(batch, seq, 64),)
 
+def stages(model, number):
+    size = len(model) // number
+    return [model[index : index + size] for index in range(0, size * number, size)]
+
+def one_stage(model, number):
+    return [model]
+
+def wide(model, number):
+    return [nn.Linear(64, 63), model[2:]]
+
 def parallelize(model, mesh):
     for layer in model:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -143,6 +153,33 @@ def test_experts_are_split_over_some_of_the_data_ranks(capsys):
     assert "on collectives of expert parallelism" in capsys.readouterr().out
 
 
+def test_stages_of_a_pipeline_have_ranks_of_their_own(model, capsys):
+    """Two stages of the same layers hold half of the parameters each; the second one is predicted as the first."""
+    arguments = [
+        model,
+        "--parallelize",
+        "of_four",
+        "--seq",
+        "128",
+        "--global-batch",
+        "32",
+        "--strategy",
+        "SHARD_GRAD_OP",
+    ]
+    meshes = ["dp=8", "dp=4,pp=2", "dp=2,tp=2,pp=2"]
+    found = {len(row["mesh"]): row for row in plan(capsys, *arguments, "--mesh", *meshes)["plans"]}
+    assert [found[num]["batch"] for num in (1, 2, 3)] == [4, 8, 16]
+    assert {row["gpus"] for row in found.values()} == {8}
+    whole, halves, splits = (found[num]["peak_bytes_by_category"]["shards"] for num in (1, 2, 3))
+    assert whole == halves < splits < 1.1 * halves  # biases of `down` are not split
+    assert found[1]["idle_seconds"] == 0 < min(found[2]["idle_seconds"], found[3]["idle_seconds"])
+    assert [bool(found[num]["model_collectives_seconds"]) for num in (1, 2, 3)] == [False, False, True]
+    larger = plan(capsys, *arguments, "--mesh", "dp=4,pp=2", "--micro-batch", "2")["plans"]
+    assert larger[0]["peak_bytes"] > found[2]["peak_bytes"] and larger[0]["seconds"] < found[2]["seconds"]
+    main(["plan", *arguments, "--mesh", *meshes[:2]])
+    assert "of it in the pipeline" in capsys.readouterr().out
+
+
 def test_what_a_mesh_leaves_out_is_said(model, capsys):
     main(["plan", model, "--gpus", "16", "--mesh", "auto", "--parallelize", "of_four", "--global-batch", "8"])
     said = capsys.readouterr()
@@ -202,7 +239,28 @@ def test_what_does_not_fit_is_marked(model, capsys, tmp_path):
         (["{path}:small", "--gpus", "0"], "world_size is a positive int"),
         (
             ["{path}:small", "--mesh", "dp=4,tp"],
-            "or sizes of dp, tp and ep, as in dp=32,tp=8; not 'dp=4,tp'",
+            "or sizes of dp, tp, ep and pp, as in dp=32,tp=8; not 'dp=4,tp'",
+        ),
+        (
+            ["{path}:small", "--mesh", "dp=4,pp=2"],
+            "2 stages need as many micro-batches, and the 1 rows of a rank are",
+        ),
+        (
+            ["{path}:small", "--mesh", "dp=4,pp=2", "--batch", "3", "--micro-batch", "2"],
+            "--micro-batch 2: the 3 rows of a rank are no multiple of it",
+        ),
+        (
+            ["{path}:small", "--mesh", "dp=4,pp=2", "--batch", "2", "--strategy", "auto"],
+            "--strategy auto is for models that are not cut into stages, and the mesh is dp=4,pp=2",
+        ),
+        (["{path}:small", "--mesh", "dp=4,pp=2", "--batch", "2", "--stages", "cut"], "has no function 'cut'"),
+        (
+            ["{path}:small", "--mesh", "dp=4,pp=2", "--batch", "2", "--stages", "one_stage"],
+            r"one_stage\(\) returns 2 modules, as many as there are stages, not 1",
+        ),
+        (
+            ["{path}:small", "--mesh", "dp=4,pp=2", "--batch", "2", "--stages", "wide"],
+            r"stage 1 of wide\(\), called with what the one before returned, raised RuntimeError",
         ),
         (["{path}:small", "--mesh", "dp=4,ep=3"], "the ranks of ep are some of those of dp, whose number they divide"),
         (["{path}:small", "--mesh", "dp=4,ep=2", "--parallelize", "unsplit"], "nothing is split over it"),

@@ -84,14 +84,24 @@ def _add_plan(commands: Any) -> None:
         default=[],
         metavar="SIZES",
         help="+ dp=32,tp=8 in place of --gpus: ranks with rows of their own, and neighbours that split the model; auto "
-        "is every such mesh of --gpus within nodes. dp=32,ep=8: of 32 ranks, 8 neighbours split experts. The best come "
-        "first",
+        "is every such mesh of --gpus within nodes. dp=32,ep=8: of 32 ranks, 8 neighbours split experts. dp=8,pp=4: a "
+        "pipeline of 4 stages of 8 ranks. The best come first",
     )
     plan.add_argument(
         "--parallelize",
         default="parallelize",
         metavar="FUNCTION",
         help="of the same file: (model, mesh) splits the model over mesh['tp'] and mesh['ep'] (default: parallelize)",
+    )
+    plan.add_argument(
+        "--stages",
+        default="stages",
+        metavar="FUNCTION",
+        help="of the same file: (model, number) cuts the model into so many modules, each of which takes what the one "
+        "before returns (default: stages)",
+    )
+    plan.add_argument(
+        "--micro-batch", type=int, default=1, metavar="N", help="rows that pass a pipeline at once (default: 1)"
     )
     rows = plan.add_mutually_exclusive_group()
     rows.add_argument("--batch", type=int, nargs="+", default=[1], metavar="N", help="+ rows of a rank (default: 1)")

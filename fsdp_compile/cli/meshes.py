@@ -18,7 +18,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 from ..costs.predict import bytes_text, time_text
 from ..errors import ConfigError
 
-_NAMES = {"tp": "tensor", "ep": "expert"}  # of dimensions beside that of the data, and of their parallelism
+_NAMES = {
+    "tp": "tensor",
+    "ep": "expert",
+    "pp": "pipeline",
+}  # of dimensions beside that of the data, and what they split
 _SIZE = re.compile(r"(\w+)=([1-9]\d*)")
 
 
@@ -30,11 +34,13 @@ class MeshSizes:
         data: ranks with rows of their own, which parameters are sharded over.
         tensor: neighbours that split the model.
         experts: of the data ranks, how many neighbours split experts, which are sharded over the others.
+        stages: of a pipeline, each with as many ranks as the other dimensions have.
     """
 
     data: int
     tensor: int = 1
     experts: int = 1
+    stages: int = 1
 
     @classmethod
     def of(cls, text: str) -> MeshSizes:
@@ -42,20 +48,24 @@ class MeshSizes:
         matches = [_SIZE.fullmatch(part) for part in text.split(",")]
         sizes = {match[1]: int(match[2]) for match in matches if match is not None}
         if len(sizes) < len(matches) or next(iter(sizes)) != "dp" or not set(sizes) <= {"dp", *_NAMES}:
-            raise ConfigError(f"--mesh is auto, or sizes of dp, tp and ep, as in dp=32,tp=8; not {text!r}")
-        found = cls(sizes["dp"], sizes.get("tp", 1), sizes.get("ep", 1))
+            raise ConfigError(f"--mesh is auto, or sizes of dp, tp, ep and pp, as in dp=32,tp=8; not {text!r}")
+        found = cls(sizes["dp"], sizes.get("tp", 1), sizes.get("ep", 1), sizes.get("pp", 1))
         if found.data % found.experts:
             raise ConfigError(f"--mesh {text}: the ranks of ep are some of those of dp, whose number they divide")
         return found
 
     @property
-    def num_ranks(self) -> int:
+    def ranks_of_stage(self) -> int:
         return self.data * self.tensor
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ranks_of_stage * self.stages
 
     @property
     def by_name(self) -> dict[str, int]:
         """Without those of one rank, but for the data."""
-        others = {"tp": self.tensor, "ep": self.experts}
+        others = {"tp": self.tensor, "ep": self.experts, "pp": self.stages}
         return {"dp": self.data, **{name: size for name, size in others.items() if size > 1}}
 
     @property
@@ -94,6 +104,7 @@ def mesh_of_fakes(sizes: MeshSizes, shards: int | None) -> Iterator[tuple[Device
 
     The group is torch's "fake" one, which sends nothing. A loss of logits that are split is computed in parts
     (torch's `loss_parallel`). Where experts are split, the mesh has the data ranks twice: as dp, and as (efsdp, ep).
+    The ranks of a stage are neighbours.
 
     Args:
         shards: of the data ranks, how many share the parameters, which the others have copies of; None for all.
@@ -107,7 +118,8 @@ def mesh_of_fakes(sizes: MeshSizes, shards: int | None) -> Iterator[tuple[Device
         data = {"efsdp": sizes.data // sizes.experts, "ep": sizes.experts}
     elif shards is not None:
         data = {"dp_replicate": sizes.data // shards, "dp_shard": shards}
-    dims = {**data, **({"tp": sizes.tensor} if sizes.tensor > 1 else {})}
+    of_stages, of_tensors = {"pp": sizes.stages}, {"tp": sizes.tensor}
+    dims = {**(of_stages if sizes.stages > 1 else {}), **data, **(of_tensors if sizes.tensor > 1 else {})}
     dist.init_process_group("fake", rank=0, world_size=sizes.num_ranks)
     try:
         root = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
@@ -120,16 +132,22 @@ def mesh_of_fakes(sizes: MeshSizes, shards: int | None) -> Iterator[tuple[Device
 
 def meshes_of_modules(model: nn.Module, root: DeviceMesh, data: DeviceMesh) -> DeviceMesh | dict[str, DeviceMesh]:
     """What to shard a model over that is split: the data ranks, and experts that are split over the others of these."""
-    if "ep" not in (root.mesh_dim_names or ()):
-        return data
-    names = {
+    names = _names_of_experts(model)
+    return {"": data, **dict.fromkeys(names, root["efsdp"])} if names else data
+
+
+def refuse_unsplit(model: nn.Module, root: DeviceMesh) -> None:
+    """ConfigError where nothing of the model is split over the experts' dimension of its mesh."""
+    if "ep" in (root.mesh_dim_names or ()) and not _names_of_experts(model):
+        raise ConfigError("no parameter is a DTensor on the dimension ep, so that nothing is split over it")
+
+
+def _names_of_experts(model: nn.Module) -> set[str]:
+    return {
         name.rpartition(".")[0]
         for name, parameter in model.named_parameters()
         if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
     }
-    if not names:
-        raise ConfigError("no parameter is a DTensor on the dimension ep, so that nothing is split over it")
-    return {"": data, **dict.fromkeys(names, root["efsdp"])}
 
 
 def dims_of_groups(root: DeviceMesh, data: DeviceMesh) -> dict[str, str]:
@@ -152,8 +170,10 @@ def _text(row: Mapping[str, Any]) -> str:
     waits, own, all_seconds = row["exposed_seconds"], row["model_collectives_seconds"], row["seconds"]
     parts = [f"waits for gathers and reductions for {waits / all_seconds:.0%} of its {time_text(all_seconds)}"]
     if own:
-        kinds = " and ".join(kind for name, kind in _NAMES.items() if name in row["mesh"])
+        kinds = " and ".join(kind for name, kind in _NAMES.items() if name in row["mesh"] and name != "pp")
         parts.append(f"spends {own / all_seconds:.0%} of it on collectives of {kinds} parallelism")
+    if row["idle_seconds"]:
+        parts.append(f"idles for {row['idle_seconds'] / all_seconds:.0%} of it in the pipeline")
     if not row["fits"]:
         parts.append(f"does not fit with {bytes_text(row['peak_bytes'])}")
     speed = f"{row['tokens_per_second_per_gpu']:.0f} tokens/s"

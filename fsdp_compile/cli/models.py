@@ -26,11 +26,13 @@ class Functions:
     Attributes:
         make_model, make_inputs: as the options `model` and `--inputs` say.
         parallelize: splits the model over the other dimensions of a mesh, as `--parallelize` says; None without meshes.
+        stages: cuts it into the stages of a pipeline, as `--stages` says; None without those.
     """
 
     make_model: Callable[[], Any]
     make_inputs: Callable[[int, int], Any]
     parallelize: Callable[[torch.nn.Module, DeviceMesh], Any] | None = None
+    stages: Callable[[torch.nn.Module, int], Any] | None = None
 
 
 def made_on_meta(
@@ -42,29 +44,30 @@ def made_on_meta(
         mesh: that it is split over afterwards; None for a model that every rank has.
     """
     with torch.device("meta"):
-        with _naming(f"{options.model}()"):
+        with naming(f"{options.model}()"):
             model = functions.make_model()
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"{options.model}() returns a model, not {type(model).__name__}")
         call = f"{options.inputs}({batch}, {options.seq})"
-        with _naming(call):
+        with naming(call):
             inputs = functions.make_inputs(batch, options.seq)
         if not isinstance(inputs, (tuple, list)):
             raise ConfigError(f"{call} returns the arguments of the model as a tuple, not {type(inputs).__name__}")
         with (
-            _naming(f"the model, called with what {call} returned,"),
+            naming(f"the model, called with what {call} returned,"),
             torch.no_grad(),
             calls_counted(model) as num_calls,
         ):
             model(*inputs)
     if mesh is not None and functions.parallelize is not None:
-        with _naming(f"{options.parallelize}(), which splits the model over {mesh.mesh_dim_names},"):
+        with naming(f"{options.parallelize}(), which splits the model over {mesh.mesh_dim_names},"):
             split = functions.parallelize(model, mesh)
         model = model if split is None else split
     return model, inputs, EqualLayers.of(model, num_calls)
 
 
-def load(target: str, inputs: str, parallelize: str | None = None) -> Functions:
+def load(target: str, inputs: str, parallelize: str | None = None, stages: str | None = None) -> Functions:
+    """The functions of a file; of those that are not asked for, no name is given."""
     path, _, name = target.rpartition(":")
     if not path:
         raise ConfigError(f"{target!r} is no FILE:FUNCTION: say which function of the file returns the model")
@@ -75,18 +78,19 @@ def load(target: str, inputs: str, parallelize: str | None = None) -> Functions:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).parent))
-    with _naming(f"{path}, which is run for its functions,"):
+    with naming(f"{path}, which is run for its functions,"):
         spec.loader.exec_module(module)
-    names = [name, inputs] if parallelize is None else [name, inputs, parallelize]
-    for wanted in names:
+    names = {"make_model": name, "make_inputs": inputs, "parallelize": parallelize, "stages": stages}
+    asked_for = {what: wanted for what, wanted in names.items() if wanted is not None}
+    for wanted in asked_for.values():
         if not callable(getattr(module, wanted, None)):
             functions = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
             raise ConfigError(f"{path} has no function {wanted!r}; it has {functions}")
-    return Functions(*(getattr(module, wanted) for wanted in names))
+    return Functions(**{what: getattr(module, wanted) for what, wanted in asked_for.items()})
 
 
 @contextmanager
-def _naming(what: str) -> Iterator[None]:
+def naming(what: str) -> Iterator[None]:
     """Inside, whatever code of the user raises is an error that says which code that was."""
     try:
         yield

@@ -7,13 +7,12 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
@@ -21,7 +20,9 @@ from torch.distributed.fsdp import ShardingStrategy
 from ..checks import is_auto
 from ..costs.hardware import Hardware, find_hardware
 from ..costs.predict import Prediction, predict
+from ..costs.stages import Stage, StagedStep
 from ..errors import CaptureError, ConfigError, one_line
+from ..module.equal_layers import EqualLayers
 from ..options import Options
 from ..planning.step_plans import Goal
 from ..planning.strategies import WorldSize, best_strategy, candidates
@@ -31,39 +32,34 @@ from .meshes import (
     MeshSizes,
     dims_of_groups,
     mesh_of_fakes,
-    mesh_text,
     meshes_of_modules,
     named_meshes,
     notes_on_meshes,
+    refuse_unsplit,
 )
 from .models import Functions, load, made_on_meta
+from .stages import cut, micro_batches
+from .tables import table_of
 
-_GIB = 2**30
 _WIDTH, _WIDTH_OF_MESHES = 110, 130  # columns that the table needs
 
 
 def plan(options: argparse.Namespace) -> None:
     hardware = find_hardware(options.hardware)
     steps = list(_steps(options, hardware))
-    is_split = any(step.mesh.splits_model for step in steps)
-    functions = load(options.model, options.inputs, options.parallelize if is_split else None)
-    rows, schedules, notes = [], [], []
-    rewriters: dict[int, Rewriter] = {}
+    planner = _Planner.of(options, hardware, steps)
+    rows: list[dict[str, Any]] = []
+    schedules: list[Schedule] = []
+    notes: list[str] = []
     for step in steps:
         print(f"planning {step.text(options.seq)}", file=sys.stderr)
         with step.ranks(hardware) as (root, ranks), _leaving_out(step):
-            dims: Mapping[str, str] = {}
-            world_size: WorldSize = ranks
-            if root is not None or step.batch not in rewriters:
-                model, rewriters[step.batch] = _rewriter(functions, step, options, root)
-                if root is not None and isinstance(ranks, DeviceMesh):
-                    dims, world_size = dims_of_groups(root, ranks), meshes_of_modules(model, root, ranks)
-            prediction, chosen, reason = _predicted(step, rewriters[step.batch], world_size, hardware, options)
-            rows.append(_row(prediction, chosen, options.seq, dims))
-            notes += [reason] if reason else []
+            planned = planner.planned(step, root, ranks)
+            dims = dims_of_groups(root, ranks) if root is not None and isinstance(ranks, DeviceMesh) else {}
+            rows.append(_row(planned.prediction, planned.step, options.seq, dims))
+            notes += [planned.reason] if planned.reason else []
             if options.html:
-                title = f"{chosen.text(options.seq)}, on {hardware.name}"
-                schedules.append(dataclasses.replace(Schedule.of(prediction), title=title))
+                schedules += planned.schedules(options.seq)
     if not rows:
         raise ConfigError(f"--mesh {' '.join(options.mesh)}: every mesh was left out, each for the reason above")
     if options.mesh:
@@ -76,7 +72,7 @@ def plan(options: argparse.Namespace) -> None:
     else:
         console = Console()
         console.width = max(console.width, _WIDTH_OF_MESHES if options.mesh else _WIDTH)
-        console.print(_table(rows, hardware))
+        console.print(table_of(rows, hardware))
         for note in notes:
             console.print(note)
 
@@ -114,7 +110,7 @@ class _Step:
 
     def ranks(self, hardware: Hardware) -> AbstractContextManager[tuple[DeviceMesh | None, WorldSize]]:
         """The mesh of all ranks, where the user gave one, and the ranks to shard over, as `rewrite` takes them."""
-        gpus, shards = self.mesh.num_ranks, None
+        gpus, shards = self.mesh.ranks_of_stage, None
         if self.strategy == "HYBRID_SHARD":
             if gpus % hardware.ranks_per_node:
                 ranks = f"{hardware.ranks_per_node} ranks"
@@ -139,36 +135,111 @@ def _steps(options: argparse.Namespace, hardware: Hardware) -> Iterator[_Step]:
             yield _Step(mesh, batch, strategy, bool(options.mesh), "auto" in options.mesh)
 
 
-def _rewriter(
-    functions: Functions, step: _Step, options: argparse.Namespace, root: DeviceMesh | None
-) -> tuple[nn.Module, Rewriter]:
-    model, inputs, layers = made_on_meta(functions, step.batch, options, root if step.mesh.splits_model else None)
-    if options.activation_checkpointing:
-        if layers is None:
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """What is predicted of a step, which may have left the strategy open, and why that was decided so."""
+
+    prediction: Prediction | StagedStep
+    step: _Step
+    reason: str = ""
+
+    def schedules(self, seq: int) -> Iterator[Schedule]:
+        """Of forward and backward, with a title each; of stages that differ."""
+        found, title = self.prediction, f"{self.step.text(seq)}, on {self.prediction.hardware.name}"
+        if not isinstance(found, StagedStep):
+            yield dataclasses.replace(Schedule.of(found), title=title)
+            return
+        of_stages = [stage.prediction for stage in found.stages]
+        for index, prediction in enumerate(of_stages):
+            if prediction not in of_stages[:index]:
+                yield dataclasses.replace(Schedule.of(prediction), title=f"{title}: a micro-batch of stage {index}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planner:
+    """Predicts the steps of a model.
+
+    Attributes:
+        rewriters: by rows of a rank, of models that are split over no mesh.
+    """
+
+    options: argparse.Namespace
+    hardware: Hardware
+    functions: Functions
+    rewriters: dict[int, Rewriter] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, hardware: Hardware, steps: Sequence[_Step]) -> _Planner:
+        parallelize = options.parallelize if any(step.mesh.splits_model for step in steps) else None
+        stages = options.stages if any(step.mesh.stages > 1 for step in steps) else None
+        return cls(options, hardware, load(options.model, options.inputs, parallelize, stages))
+
+    def planned(self, step: _Step, root: DeviceMesh | None, ranks: WorldSize) -> _Planned:
+        if root is None:
+            if step.batch not in self.rewriters:
+                self.rewriters[step.batch] = self._rewriter(*self._made(step.batch, None))
+            return self._predicted(step, self.rewriters[step.batch], ranks)
+        assert isinstance(ranks, DeviceMesh)
+        if step.mesh.stages > 1:
+            return _Planned(self._staged(step, root, ranks), step)
+        made = self._made(step.batch, root if step.mesh.splits_model else None)
+        return self._predicted(step, self._rewriter(*made), meshes_of_modules(made[0], root, ranks))
+
+    def _made(self, batch: int, split_over: DeviceMesh | None) -> tuple[nn.Module, Sequence[Any], EqualLayers | None]:
+        made = made_on_meta(self.functions, batch, self.options, split_over)
+        if split_over is not None:
+            refuse_unsplit(made[0], split_over)
+        return made
+
+    def _rewriter(self, model: nn.Module, inputs: Sequence[Any], layers: EqualLayers | None) -> Rewriter:
+        if self.options.activation_checkpointing:
+            if layers is None:
+                raise ConfigError(
+                    f"--activation-checkpointing: {self.options.model}() has no list of equal layers to compute again"
+                )
+            layers.compute_again()
+        economy = Economy(layers=None if self.options.trace_all else layers, lowers=False)
+        given = Options(collective_lowering=self.options.lowering)
+        return Rewriter(model, tuple(inputs), {}, given, economy=economy)
+
+    def _predicted(self, step: _Step, rewriter: Rewriter, world_size: WorldSize) -> _Planned:
+        if is_auto(step.strategy):
+            goal = Goal(self.hardware, None, "inductor")
+            open_strategies = candidates(rewriter, world_size, goal, self.hardware.ranks_per_node)
+            choice = best_strategy(open_strategies, goal, optimizer=self.options.optimizer)
+            return _Planned(choice.prediction, dataclasses.replace(step, strategy=choice.strategy.name), choice.reason)
+        return _Planned(self._prediction(step, rewriter, world_size), step)
+
+    def _prediction(self, step: _Step, rewriter: Rewriter, world_size: WorldSize) -> Prediction:
+        graphs = rewriter(world_size=world_size, sharding_strategy=ShardingStrategy[step.strategy])
+        return predict(graphs, self.hardware, optimizer=self.options.optimizer)
+
+    def _staged(self, step: _Step, root: DeviceMesh, ranks: DeviceMesh) -> StagedStep:
+        """A step of a pipeline; a stage that is equal to the one before is predicted with that."""
+        number, rows, name = step.mesh.stages, self.options.micro_batch, self.options.stages
+        if is_auto(step.strategy):
             raise ConfigError(
-                f"--activation-checkpointing: {options.model}() has no list of equal layers to compute again"
+                f"--strategy auto is for models that are not cut into stages, and the mesh is {step.mesh}"
             )
-        layers.compute_again()
-    economy = Economy(layers=None if options.trace_all else layers, lowers=False)
-    given = Options(collective_lowering=options.lowering)
-    return model, Rewriter(model, tuple(inputs), {}, given, economy=economy)
+        num_micro_batches = micro_batches(step.batch, rows, number)
+        model, inputs, _ = self._made(rows, root if step.mesh.splits_model else None)
+        assert self.functions.stages is not None
+        stages: list[Stage] = []
+        before = None
+        for stage in cut(self.functions.stages, name, model, inputs, number):
+            if before is not None and stage.is_equal_to(before):
+                stages.append(stages[-1])
+                continue
+            before = stage
+            rewriter = self._rewriter(stage.module, stage.values, stage.layers)
+            prediction = self._prediction(step, rewriter, meshes_of_modules(stage.module, root, ranks))
+            stages.append(Stage(prediction, stage.received))
+        return StagedStep(stages, self.hardware, step.mesh.ranks_of_stage, num_micro_batches)
 
 
-def _predicted(
-    step: _Step, rewriter: Rewriter, world_size: WorldSize, hardware: Hardware, options: argparse.Namespace
-) -> tuple[Prediction, _Step, str]:
-    """Of a step, which may leave the strategy open, with that decided, and why it was decided so."""
-    if is_auto(step.strategy):
-        goal = Goal(hardware, None, "inductor")
-        open_strategies = candidates(rewriter, world_size, goal, hardware.ranks_per_node)
-        choice = best_strategy(open_strategies, goal, optimizer=options.optimizer)
-        return choice.prediction, dataclasses.replace(step, strategy=choice.strategy.name), choice.reason
-    graphs = rewriter(world_size=world_size, sharding_strategy=ShardingStrategy[step.strategy])
-    return predict(graphs, hardware, optimizer=options.optimizer), step, ""
-
-
-def _row(prediction: Prediction, step: _Step, seq: int, dims: Mapping[str, str]) -> dict[str, Any]:
-    peak, mesh = prediction.memory.peak, step.mesh
+def _row(prediction: Prediction | StagedStep, step: _Step, seq: int, dims: Mapping[str, str]) -> dict[str, Any]:
+    mesh = step.mesh
+    peak = prediction.peak if isinstance(prediction, StagedStep) else prediction.memory.peak
     return {
         "gpus": mesh.num_ranks,
         "mesh": mesh.by_name if step.is_on_mesh else None,
@@ -179,6 +250,7 @@ def _row(prediction: Prediction, step: _Step, seq: int, dims: Mapping[str, str])
         "tokens_per_second_per_gpu": step.batch * seq * mesh.data / mesh.num_ranks / prediction.seconds,
         "model_flops_utilisation": prediction.utilisation,
         "exposed_seconds": prediction.exposed,
+        "idle_seconds": prediction.idle if isinstance(prediction, StagedStep) else 0.0,
         "model_collectives_seconds": prediction.model_collectives,
         "lower_bound_seconds": prediction.lower_bound,
         "binds": dims.get(prediction.binds, prediction.binds),
@@ -186,35 +258,3 @@ def _row(prediction: Prediction, step: _Step, seq: int, dims: Mapping[str, str])
         "peak_bytes_by_category": dict(peak.held),
         "fits": peak.total <= prediction.hardware.memory,
     }
-
-
-def _table(rows: list[dict[str, Any]], hardware: Hardware) -> Table:
-    table = Table(
-        title=f"A step on {hardware.name}; ms, tokens/s of a GPU; '!' is more than its {hardware.memory / _GIB:.0f} GiB"
-    )
-    has_meshes = any(row["mesh"] for row in rows)
-    on_mesh = ["mesh"] if has_meshes else []
-    headings = ["GPUs", *on_mesh, "batch", "strategy", "ms", "tokens/s", "MFU", "exposed", "bound", "by", "GiB"]
-    if has_meshes:
-        headings.insert(headings.index("bound"), "of model")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("mesh", "strategy", "by") else "right", no_wrap=True)
-    for row in rows:
-        gib = row["peak_bytes"] / _GIB
-        peak = f"{gib:.1f}" if gib >= 1 else f"{gib:.2g}"
-        cells = {
-            "GPUs": str(row["gpus"]),
-            "mesh": mesh_text(row["mesh"]) if row["mesh"] else "",
-            "batch": str(row["batch"]),
-            "strategy": row["strategy"],
-            "ms": f"{row['seconds'] * 1e3:.1f}",
-            "tokens/s": f"{row['tokens_per_second_per_gpu']:.0f}",
-            "MFU": f"{row['model_flops_utilisation']:.1%}",
-            "exposed": f"{row['exposed_seconds'] * 1e3:.1f}",
-            "of model": f"{row['model_collectives_seconds'] * 1e3:.1f}",
-            "bound": f"{row['lower_bound_seconds'] * 1e3:.1f}",
-            "by": row["binds"],
-            "GiB": peak if row["fits"] else f"[bold red]{peak}![/]",
-        }
-        table.add_row(*(cells[heading] for heading in headings))
-    return table

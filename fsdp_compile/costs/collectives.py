@@ -8,6 +8,7 @@ For N ranks on n nodes, and M bytes in full (the output of an all-gather, the in
     broadcast        start + (N - n) hop_within + (n - 1) hop_between + M / bandwidth
     all-to-all       start + hop + the longer of M (g - 1) / N / within and M (N - g) / N / between: of M bytes that a
                      rank has, each of the other ranks, g - 1 of which are on its node, gets one in N
+    send             start + hop + M / bandwidth, to the next rank: between nodes, if the ring crosses any
 
 The bandwidth is that of the slower level: the ranks of a node share their node's network cards, so a ring that passes
 through g ranks of a node has the cards of g ranks. (The ring and its terms: NCCL; Thakur et al., 2005.)
@@ -97,6 +98,12 @@ def all_to_all(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
     sending = largest(part * (here - 1) / within.bandwidth, part * (ring.size - here) / between.bandwidth)
     seconds: float = select(equal(ring.num_nodes, 1), within.hop, between.hop) + sending
     return hardware.collective_start + seconds
+
+
+def send(num_bytes: float, ring: Ring, hardware: Hardware) -> float:
+    """Seconds until `num_bytes` of every rank are on its neighbour in the ring; the longest, if nodes are crossed."""
+    link = hardware.within_node if ring.num_nodes == 1 else hardware.between_nodes
+    return hardware.collective_start + link.hop + num_bytes / link.bandwidth
 
 
 def _transfer(num_bytes: float, ring: Ring, hardware: Hardware) -> float:

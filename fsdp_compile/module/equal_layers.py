@@ -41,7 +41,7 @@ class EqualLayers:
         for name, modules in sorted(lists, key=lambda found: -len(found[1])):
             if len(modules) < 2 or any(num_calls[module] != 1 for module in modules):
                 continue
-            if all(_are_equal(*pair) for pair in pairwise(modules)):
+            if all(are_equal(*pair) for pair in pairwise(modules)):
                 return cls(name, modules)
         return None
 
@@ -83,7 +83,7 @@ def calls_counted(model: nn.Module) -> Iterator[Counter[nn.Module]]:
             hook.remove()
 
 
-def _are_equal(layer: nn.Module, following: nn.Module) -> bool:
+def are_equal(layer: Any, following: Any) -> bool:
     """False for what cannot be compared, too, as arrays: whatever modules hold may raise any error."""
     try:
         return _Comparison().are_equal(layer, following)
