@@ -145,6 +145,19 @@ def environment() -> dict[str, str]:
     }
 
 
+def start_process(target: Callable[..., None], *arguments: Any) -> multiprocessing.process.BaseProcess:
+    """A process that has imported torch already, where that can be forked."""
+    if DEVICE.type == "cpu":
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])
+    else:
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    process: multiprocessing.process.BaseProcess = context.Process(target=target, args=arguments, daemon=True)
+    with _patched_environ(environment() | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}):  # threads that start compilers
+        process.start()
+    return process
+
+
 class RankTraceback(Exception):
     """The traceback of a rank as text, shown as the cause of the exception raised in the test."""
 
@@ -166,20 +179,12 @@ class RankPool:
         self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes: list[multiprocessing.process.BaseProcess] = []
-        if DEVICE.type == "cpu":
-            context = multiprocessing.get_context("forkserver")  # a spawned process would import torch again
-            context.set_forkserver_preload(["tests.preloaded"])
-        else:
-            context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        with _patched_environ(environment() | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}):  # threads that start compilers
-            for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                arguments = (rank, world_size, self.store.port, theirs, self._log(rank))
-                process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}", daemon=True)
-                process.start()
-                theirs.close()  # otherwise a dead worker's pipe would never report its end
-                self.pipes.append(ours)
-                self.processes.append(process)
+        for rank in range(world_size):
+            ours, theirs = multiprocessing.Pipe()
+            process = start_process(_serve, rank, world_size, self.store.port, theirs, self._log(rank))
+            theirs.close()  # otherwise a dead worker's pipe would never report its end
+            self.pipes.append(ours)
+            self.processes.append(process)
         self.ready = False
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], time_limit: float) -> list[Any]:

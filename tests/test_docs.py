@@ -2,13 +2,12 @@
 
 import doctest
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from docs.generate_figures import FIGURES, TARGET, render
+from tests.programs import Program, run_text
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,10 +53,8 @@ def test_the_python_of_a_page_runs(path, tmp_path):
     program = python_of(path.read_text())
     if not program.strip():
         pytest.skip("has none")
-    given = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{GIVEN.get(path.name, '')}"
-    run = f"exec(compile({given!r}, 'given', 'exec')); exec(compile({program!r}, {str(path)!r}, 'exec'))"
-    found = subprocess.run([sys.executable, "-c", run], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr[-3000:]
+    given = GIVEN.get(path.name, "")
+    Program(run_text, ("given", given), (str(path), program), cwd=tmp_path).wait()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

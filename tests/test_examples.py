@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -21,19 +18,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 import llama  # noqa: E402
 import train_gpt  # noqa: E402
+from tests.programs import Program, run, start  # noqa: E402
 
-PYTHON = shlex.quote(sys.executable)
-TORCHRUN = f"{PYTHON} -m torch.distributed.run --nproc-per-node"
 SMALL_GPT = "examples/train_gpt.py --dim 64 --layers 2 --seq 32 --batch 8 --eval-every 1000 --backend aot_eager"
-
-
-def run(command: str) -> str:
-    """What the command prints, started in the root of the checkout."""
-    process = subprocess.run(
-        shlex.split(command), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.returncode == 0, process.stdout
-    return process.stdout
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -46,35 +33,21 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     folder = tmp_path_factory.mktemp("resumed")
     options = f"--checkpoint {folder}/checkpoint --checkpoint-every 4"
     options += f" --losses {folder}/losses.jsonl --out {folder}/graphs"
-    ranks = start_two_ranks(f"{PYTHON} {SMALL_GPT} {options} --steps 100000")
+    ranks = start(f"{SMALL_GPT} {options} --steps 100000", 2)
     try:
         wait_for_checkpoint(folder / "checkpoint", ranks)
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        ranks.kill()
     last_step = int(train_gpt.latest_checkpoint(folder / "checkpoint").name.removeprefix("step-")) + 6
-    output = run(f"{TORCHRUN} 2 {SMALL_GPT} {options} --steps {last_step}")
+    output = run(f"{SMALL_GPT} {options} --steps {last_step}", 2)
     assert "resumed from" in output
     return folder, last_step
 
 
-def start_two_ranks(command: str) -> list[subprocess.Popen[bytes]]:
-    """What torchrun starts, without torchrun: the ranks would outlive it when it is killed."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(shlex.split(command), cwd=ROOT, env={**os.environ, **shared, "RANK": rank})
-        for rank in ("0", "1")
-    ]
-
-
-def wait_for_checkpoint(folder: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
+def wait_for_checkpoint(folder: Path, ranks: Program) -> None:
     deadline = time.monotonic() + 120
     while train_gpt.latest_checkpoint(folder) is None:
-        assert time.monotonic() < deadline and all(process.poll() is None for process in ranks)
+        assert time.monotonic() < deadline and ranks.is_running
         time.sleep(0.05)
 
 
@@ -84,7 +57,7 @@ def test_gpt_killed_and_resumed_has_the_losses_of_the_unsharded_model(
     folder, last_step = resumed
     losses = train_gpt.read_losses(folder / "losses.jsonl")
     assert list(losses) == list(range(1, last_step + 1))
-    run(f"{PYTHON} {SMALL_GPT} --reference --steps {last_step} --losses {tmp_path}/losses.jsonl")
+    run(f"{SMALL_GPT} --reference --steps {last_step} --losses {tmp_path}/losses.jsonl")
     assert losses == pytest.approx(train_gpt.read_losses(tmp_path / "losses.jsonl"), abs=1e-4)
 
 
@@ -97,7 +70,7 @@ def test_gpt_writes_its_graphs_its_schedule_and_a_report(resumed: tuple[Path, in
 
 
 def test_gpt_in_one_process_ends_at_the_time_limit_and_stays_there(tmp_path: Path) -> None:
-    command = f"{PYTHON} {SMALL_GPT} --steps 100000 --time-limit 0 --checkpoint {tmp_path}/steps --out {tmp_path}"
+    command = f"{SMALL_GPT} --steps 100000 --time-limit 0 --checkpoint {tmp_path}/steps --out {tmp_path}"
     output = run(command)
     assert "step     1  loss" in output and "ended after step 1, for 0 s are over" in output
     assert "all_gather" not in (tmp_path / "schedule.txt").read_text()  # one process gathers nothing
@@ -154,14 +127,14 @@ def test_held_bytes_count_a_storage_once() -> None:
 
 
 def test_digits_are_told_apart_by_three_units_on_three_ranks() -> None:
-    output = run(f"{TORCHRUN} 3 examples/train_digits.py --epochs 6 --backend aot_eager")
+    output = run("examples/train_digits.py --epochs 6 --backend aot_eager", 3)
     accuracy = re.search(r"test accuracy (\S+)", output)
     assert accuracy and float(accuracy[1]) > 0.95, output
 
 
 def test_adapters_are_trained_saved_and_loaded(tmp_path: Path) -> None:
     short = f"--layers 2 --steps 24 --batch 4 --seq 64 --base int8 --backend aot_eager --out {tmp_path}"
-    output = run(f"{TORCHRUN} 2 examples/finetune_lora.py {short}")
+    output = run(f"examples/finetune_lora.py {short}", 2)
     assert "58,368 of 1,046,336 parameters are trainable" in output  # 3,968 are scales of rows
     before, after, loaded = map(float, re.findall(r"held-out loss .*?([0-9.]+) nats", output))
     assert loaded == pytest.approx(after, abs=2e-4) and after != pytest.approx(before, abs=2e-3), output
@@ -171,7 +144,7 @@ def test_adapters_are_trained_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_a_script_for_fsdp2_has_the_same_losses_with_both_imports() -> None:
     short = "--steps 4 --batch 4 --seq 32 --dim 64 --layers 2 --backend aot_eager"
-    output = run(f"{TORCHRUN} 2 examples/migrate_from_fsdp2.py --compare {short}")
+    output = run(f"examples/migrate_from_fsdp2.py --compare {short}", 2)
     losses = re.findall(r"^(\S+): loss (\S+) at step 1, (\S+) at step 4$", output, re.MULTILINE)
     assert [name for name, *_ in losses] == ["fsdp_compile.compat", "torch.distributed.fsdp"], output
     assert all(float(last) < float(first) for _, first, last in losses)
@@ -180,18 +153,18 @@ def test_a_script_for_fsdp2_has_the_same_losses_with_both_imports() -> None:
 
 
 def test_inspect_graph_prints_both_graphs_and_the_schedule() -> None:
-    output = run(f"{PYTHON} examples/inspect_graph.py")
+    output = run("examples/inspect_graph.py")
     for words in ("forward(layers.0", "backward(", "fsdp.free(", "all_gather layers.1"):
         assert words in output
 
 
 def test_llama_is_rewritten_on_the_meta_device() -> None:
-    output = run(f"{PYTHON} examples/llama.py --config small --seq 32")
+    output = run("examples/llama.py --config small --seq 32")
     assert "all_gather layers.1" in output and "world size 64" in output
 
 
 def test_a_mixture_of_experts_is_rewritten_on_the_meta_device() -> None:
-    output = run(f"{PYTHON} examples/mixture.py")
+    output = run("examples/mixture.py")
     assert "all_to_all_single" in output and "all_gather layers.1/bfloat16.on_efsdp" in output
 
 
@@ -221,7 +194,8 @@ def test_training_script_of_the_readme_runs_as_printed(tmp_path: Path) -> None:
     script = re.search(r"## Use\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert script
     (tmp_path / "train.py").write_text(script[1])
-    assert "reduce_scatter" in run(f"{TORCHRUN} 2 {tmp_path}/train.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"{tmp_path}/train.py"]
+    assert "reduce_scatter" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -229,7 +203,7 @@ def test_training_script_of_the_readme_runs_as_printed(tmp_path: Path) -> None:
 
 
 def test_a_small_model_trains_as_torchtitan_would_shard_it() -> None:
-    printed = [run(f"{TORCHRUN} {ranks} examples/torchtitan_parallelize.py") for ranks in (1, 2)]
+    printed = [run("examples/torchtitan_parallelize.py", num_ranks) for num_ranks in (1, 2)]
     losses = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", text)] for text in printed]
     for found in losses:
         assert len(found) == 5 and found == sorted(found, reverse=True)
