@@ -1,7 +1,7 @@
 """All ranks of a sharded step in one process: the lowered graphs, node by node, for every rank at once.
 
-Collectives behave as asynchronous ones: until its wait, what a collective returns is NaN. The graphs are those of
-`rewrite`, as aot_eager runs them; nothing is compiled, and there is no process group.
+Collectives behave as asynchronous ones: until its wait, what a collective returns is NaN, or a large number. The graphs
+are those of `rewrite`, as aot_eager runs them; nothing is compiled, and there is no process group.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ class _Run:
         return results
 
     def _later(self, value: Tensor) -> Tensor:
-        empty = torch.full_like(value, math.nan)
+        nothing = math.nan if value.dtype.is_floating_point else torch.iinfo(value.dtype).max
+        empty = torch.full_like(value, nothing)
         self.pending[id(empty)] = empty, value
         return empty
 
@@ -234,7 +235,13 @@ def _all_reduce(given: list[Tensor], arguments: Any) -> list[Tensor]:
     return [_reduced(given, arguments[1]) for _ in given]
 
 
+def _all_to_all(given: list[Tensor], _: Any) -> list[Tensor]:
+    parts = [tensor.chunk(len(given)) for tensor in given]
+    return [torch.cat([of_rank[index] for of_rank in parts]) for index in range(len(given))]
+
+
 _COLLECTIVES = {
+    "all_to_all_single": _all_to_all,
     "all_gather_into_tensor": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter,
     "all_reduce": _all_reduce,

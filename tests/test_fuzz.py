@@ -3,6 +3,7 @@
 Every pass is verified. `--hypothesis-profile=thorough --timeout=0` draws 2,000 of them.
 """
 
+import copy
 import dataclasses
 import operator
 import os
@@ -15,12 +16,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile import ConfigError, rewrite
+from fsdp_compile import CommunicationDtype, ConfigError, rewrite
 from fsdp_compile.costs import HARDWARE, Link, predict
 from fsdp_compile.options import Options
-from fsdp_compile.passes import ops, outline_blocks
+from fsdp_compile.passes import forms, ops, outline_blocks
+from fsdp_compile.passes.padding import shard_rows
 from fsdp_compile.planning.step_plans import Goal
 from fsdp_compile.rewriting import Rewriter
+from tests.distributed.test_communication_dtype import rounded
 from tests.passes.tracing import copy_of
 from tests.random_models import HeadedModel, RandomModel, Tiny, TinyUnit, schedules, tiny_units, trees
 from tests.simulation import Simulation
@@ -102,6 +105,67 @@ def test_a_random_model_computes_what_it_does_unsharded(tree, is_double, world_s
     reduced = {name: sum(each[name] for each in gradients) / divisor for name in gradients[0]}
     for rank, of_rank in enumerate(found.gradients):
         compare_gradients(model, simulation, of_rank, reduced, rank % world_size[1])
+
+
+MESSAGES = st.builds(
+    CommunicationDtype,
+    st.sampled_from([None, "int8", "int4"]),
+    st.sampled_from([None, "int8", "int4", torch.bfloat16, torch.float16]),
+)
+
+
+@settings(max_examples=NUM_EXAMPLES // 12)
+@given(
+    trees(with_dropout=False),
+    st.sampled_from(WORLD_SIZES[1:]),
+    MESSAGES,
+    st.fixed_dictionaries({}, optional=schedules()),
+)
+def test_a_random_model_computes_with_what_arrives_of_its_parameters(tree, world_size, asked, options):
+    """Gradients are as near as a message is, which of each block keeps a part of the largest element.
+
+    Rows of any length are sent as integers, in several blocks.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, num_ranks = RandomModel(tree), world_size[0] * world_size[1]
+    inputs, seeds = [model.inputs(2, rank) for rank in range(num_ranks)], list(range(num_ranks))
+    placement = options.get("shard_placement_fn", lambda parameter: None)
+    arrived = copy.deepcopy(model)
+    with patch.object(forms, "SHORTEST", 2), patch.object(forms, "BLOCK", 3):
+        simulation = Simulation.of(model, inputs[0], world_size, communication_dtype=asked, **options)
+        found = simulation.step(dict(model.named_parameters()), inputs, seeds)
+        for parameter, own in zip(arrived.parameters(), model.parameters(), strict=True):
+            dim = getattr(placement(own), "dim", 0)
+            parameter.data = arriving(own.detach(), asked.gather_form, dim, world_size[1])
+    outputs, gradients = unsharded(arrived, inputs, seeds)
+    for of_rank, expected in zip(found.outputs, outputs, strict=True):
+        torch.testing.assert_close(of_rank[: len(expected)], expected)
+    reduced = {name: sum(each[name] for each in gradients) / num_ranks for name in gradients[0]}
+    lost = {name: sum(lost_of(each[name], asked.reduce) for each in gradients) / num_ranks for name in gradients[0]}
+    shard_of_key = {id(shard.stand_in): shard for shard in simulation.shards}
+    for rank, of_rank in enumerate(found.gradients):
+        for key, gradient in of_rank:
+            if gradient is not None and (shard := shard_of_key.get(id(key))) is not None:
+                expected, bound = (shard.of_rank(each, rank % world_size[1]) for each in (reduced, lost))
+                assert ((gradient - expected).abs() <= bound + 1e-5 + 1e-5 * expected.abs()).all(), shard.slots
+
+
+def arriving(tensor, form, dim, num_ranks):
+    """What arrives of a parameter that is gathered in a form: rows are those of what each rank holds."""
+    if dim == 0:
+        return rounded(tensor, form)
+    length = tensor.numel() // tensor.shape[dim]
+    parts = tensor.split(shard_rows(tensor.shape[dim:], num_ranks), dim)
+    return torch.cat([rounded(part.reshape(-1, length), form).view(part.shape) for part in parts], dim)
+
+
+def lost_of(gradient, form):
+    """At most, of each element of a gradient that is sent in a form."""
+    if isinstance(form, torch.dtype):
+        return gradient.abs() * torch.finfo(form).eps
+    largest = gradient.abs().max() if gradient.numel() else 0
+    return torch.full_like(gradient, 0.0 if form is None else largest / (2 * forms.most(f"{form}_blocks")))
 
 
 @settings(max_examples=NUM_EXAMPLES // 25)
