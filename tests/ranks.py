@@ -53,7 +53,7 @@ TIME_LIMIT = 240.0  # seconds a function may take, its compilation by Inductor i
 START_LIMIT = 120.0  # seconds until every worker has imported torch and joined the process group
 GRACE = 3.0  # seconds the other ranks get to report once one has failed; longer ones hang in a collective
 LOG_TAIL = 6000  # bytes of a worker's output shown with a failure
-MOST_THREADS = 60  # of a worker, until others take its place
+MOST_THREADS = 30  # of a worker, until others take its place
 
 _worker = False  # True inside a worker process
 _pools: dict[int, RankPool] = {}
