@@ -15,7 +15,10 @@ from tqdm import tqdm
 from fsdp_compile import fsdp_compile
 from tests.distributed import training  # noqa: F401
 
+tqdm.monitor_interval = 0  # threads would be missing in a fork: neither one that watches progress bars, nor compilers
 
+
+@config.patch(compile_threads=1)
 def compile_a_model() -> None:
     for backend in ("aot_eager", "inductor"):
         model = fsdp_compile(nn.Linear(4, 4), backend=backend)
@@ -23,6 +26,5 @@ def compile_a_model() -> None:
     torch._dynamo.reset()
 
 
-tqdm.monitor_interval = 0  # threads would be missing in a fork: neither one that watches progress bars
-with config.patch(compile_threads=1), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-    compile_a_model()
+with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.suppress(Exception):
+    compile_a_model()  # what fails here fails in a test as well, which says why
