@@ -111,9 +111,12 @@ def num_layers(monkeypatch):
     return found
 
 
-def graphs(model, inputs, economy, strategy=ShardingStrategy.FULL_SHARD, size=2):
-    rewriter = Rewriter(model, inputs, {}, Options(collective_lowering="grouped"), economy=economy)
-    return rewriter(world_size=size, sharding_strategy=strategy)
+def rewriter(model, inputs, economy):
+    return Rewriter(model, inputs, {}, Options(collective_lowering="grouped"), economy=economy)
+
+
+def graphs(model, inputs, economy):
+    return rewriter(model, inputs, economy)(world_size=2, sharding_strategy=ShardingStrategy.FULL_SHARD)
 
 
 def text(found):
@@ -124,12 +127,12 @@ def text(found):
 def test_the_graphs_are_those_of_the_whole_model(name, num_layers):
     model, inputs = MODELS[name]()
     economy = Economy(layers=equal_layers(model, inputs), lowers=False)
+    of_few, of_all = (rewriter(model, inputs, each) for each in (economy, None))
     for strategy, size in ((ShardingStrategy.FULL_SHARD, 2), (ShardingStrategy.SHARD_GRAD_OP, 3)):
-        found = graphs(model, inputs, economy, strategy, size)
-        whole = graphs(model, inputs, None, strategy, size)
+        found, whole = (each(world_size=size, sharding_strategy=strategy) for each in (of_few, of_all))
         assert text(found) == text(whole)
         assert found.dependence == whole.dependence
-    assert num_layers == [6, 12, 12]
+    assert num_layers == [6, 12]
     assert sum(isinstance(module, nn.ModuleList) and len(module) == 12 for module in model.modules()) == 1
 
 
