@@ -38,7 +38,7 @@ from .meshes import (
     refuse_unsplit,
 )
 from .models import Functions, load, made_on_meta
-from .stages import cut, micro_batches
+from .stages import CutStage, cut, micro_batches
 from .tables import table_of
 
 _WIDTH, _WIDTH_OF_MESHES = 110, 130  # columns that the table needs
@@ -215,7 +215,7 @@ class _Planner:
         return predict(graphs, self.hardware, optimizer=self.options.optimizer)
 
     def _staged(self, step: _Step, root: DeviceMesh, ranks: DeviceMesh) -> StagedStep:
-        """A step of a pipeline; a stage that is equal to the one before is predicted with that."""
+        """A step of a pipeline; equal stages are predicted once."""
         number, rows, name = step.mesh.stages, self.options.micro_batch, self.options.stages
         if is_auto(step.strategy):
             raise ConfigError(
@@ -224,16 +224,16 @@ class _Planner:
         num_micro_batches = micro_batches(step.batch, rows, number)
         model, inputs, _ = self._made(rows, root if step.mesh.splits_model else None)
         assert self.functions.stages is not None
+        known: list[tuple[CutStage, Stage]] = []
         stages: list[Stage] = []
-        before = None
-        for stage in cut(self.functions.stages, name, model, inputs, number):
-            if before is not None and stage.is_equal_to(before):
-                stages.append(stages[-1])
-                continue
-            before = stage
-            rewriter = self._rewriter(stage.module, stage.values, stage.layers)
-            prediction = self._prediction(step, rewriter, meshes_of_modules(stage.module, root, ranks))
-            stages.append(Stage(prediction, stage.received))
+        for made in cut(self.functions.stages, name, model, inputs, number):
+            stage = next((stage for other, stage in known if made.is_equal_to(other)), None)
+            if stage is None:
+                rewriter = self._rewriter(made.module, made.values, made.layers)
+                prediction = self._prediction(step, rewriter, meshes_of_modules(made.module, root, ranks))
+                stage = Stage(prediction, made.received)
+                known.append((made, stage))
+            stages.append(stage)
         return StagedStep(stages, self.hardware, step.mesh.ranks_of_stage, num_micro_batches)
 
 
