@@ -188,6 +188,7 @@ def test_what_a_mesh_leaves_out_is_said(model, capsys):
     assert "left out: 8 rows are no multiple of the ranks of dp=16" in said.err
     assert "left out: dp=2,tp=8: ConfigError: of_four()" in said.err and "4 ranks at most" in said.err
     assert "dp=8,tp=2" in said.out and "dp=4,tp=4" in said.out and "dp=16" not in said.out
+    assert "…" not in said.out  # no column is cut
 
 
 def test_without_any_mesh_it_is_an_error(model, capsys):

@@ -41,7 +41,7 @@ from .models import Functions, load, made_on_meta
 from .stages import CutStage, cut, micro_batches
 from .tables import table_of
 
-_WIDTH, _WIDTH_OF_MESHES = 110, 130  # columns that the table needs
+_WIDEST = 1000  # columns of a table
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -70,9 +70,10 @@ def plan(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"hardware": hardware.name, "digest": hardware.digest, "plans": rows}, indent=2))
     else:
-        console = Console()
-        console.width = max(console.width, _WIDTH_OF_MESHES if options.mesh else _WIDTH)
-        console.print(table_of(rows, hardware))
+        console, table = Console(), table_of(rows, hardware)
+        unbounded = console.options.update(max_width=_WIDEST)
+        console.width = max(console.width, console.measure(table, options=unbounded).maximum)
+        console.print(table)
         for note in notes:
             console.print(note)
 
