@@ -18,11 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from ..costs.predict import bytes_text, time_text
 from ..errors import ConfigError
 
-_NAMES = {
-    "tp": "tensor",
-    "ep": "expert",
-    "pp": "pipeline",
-}  # of dimensions beside that of the data, and what they split
+_NAMES = {"tp": "tensor", "ep": "expert"}  # of dimensions that a model is split over, and of their parallelism
 _SIZE = re.compile(r"(\w+)=([1-9]\d*)")
 
 
@@ -47,7 +43,7 @@ class MeshSizes:
         """As in "dp=32,tp=8", or in "dp=32,ep=8" of as many ranks as dp; ConfigError for another text."""
         matches = [_SIZE.fullmatch(part) for part in text.split(",")]
         sizes = {match[1]: int(match[2]) for match in matches if match is not None}
-        if len(sizes) < len(matches) or next(iter(sizes)) != "dp" or not set(sizes) <= {"dp", *_NAMES}:
+        if len(sizes) < len(matches) or next(iter(sizes)) != "dp" or not set(sizes) <= {"dp", "pp", *_NAMES}:
             raise ConfigError(f"--mesh is auto, or sizes of dp, tp, ep and pp, as in dp=32,tp=8; not {text!r}")
         found = cls(sizes["dp"], sizes.get("tp", 1), sizes.get("ep", 1), sizes.get("pp", 1))
         if found.data % found.experts:
@@ -118,8 +114,8 @@ def mesh_of_fakes(sizes: MeshSizes, shards: int | None) -> Iterator[tuple[Device
         data = {"efsdp": sizes.data // sizes.experts, "ep": sizes.experts}
     elif shards is not None:
         data = {"dp_replicate": sizes.data // shards, "dp_shard": shards}
-    of_stages, of_tensors = {"pp": sizes.stages}, {"tp": sizes.tensor}
-    dims = {**(of_stages if sizes.stages > 1 else {}), **data, **(of_tensors if sizes.tensor > 1 else {})}
+    sizes_of_dims = {"pp": sizes.stages, **data, "tp": sizes.tensor}
+    dims = {name: size for name, size in sizes_of_dims.items() if size > 1 or name in data}
     dist.init_process_group("fake", rank=0, world_size=sizes.num_ranks)
     try:
         root = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
@@ -170,7 +166,7 @@ def _text(row: Mapping[str, Any]) -> str:
     waits, own, all_seconds = row["exposed_seconds"], row["model_collectives_seconds"], row["seconds"]
     parts = [f"waits for gathers and reductions for {waits / all_seconds:.0%} of its {time_text(all_seconds)}"]
     if own:
-        kinds = " and ".join(kind for name, kind in _NAMES.items() if name in row["mesh"] and name != "pp")
+        kinds = " and ".join(kind for name, kind in _NAMES.items() if name in row["mesh"])
         parts.append(f"spends {own / all_seconds:.0%} of it on collectives of {kinds} parallelism")
     if row["idle_seconds"]:
         parts.append(f"idles for {row['idle_seconds'] / all_seconds:.0%} of it in the pipeline")

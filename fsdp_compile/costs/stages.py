@@ -9,6 +9,7 @@ gathered in every call, or, if it is not resharded after the forward, in the fir
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -36,12 +37,18 @@ class Stage:
 
     prediction: Prediction
     received: int
+    _timelines: dict[tuple[str, bool, bool], Timeline] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def call(self, name: str, number: int, num_micro_batches: int) -> Timeline:
         """The forward or the backward of a micro-batch."""
         gathers = number == 0 or not self._keeps_gathered
-        reduces = number == num_micro_batches - 1
-        return self._calls[name, gathers, reduces]
+        reduces = name == "backward" and number == num_micro_batches - 1
+        if (key := (name, gathers, reduces)) not in self._timelines:
+            steps = [step for step in self._steps[name] if _runs(step, gathers, reduces)]
+            self._timelines[key] = run(steps, self.prediction.hardware)
+        return self._timelines[key]
 
     @cached_property
     def _keeps_gathered(self) -> bool:
@@ -50,19 +57,14 @@ class Stage:
         return backward is None or not any(map(ops.is_all_gather, backward.graph.nodes))
 
     @cached_property
-    def _calls(self) -> Mapping[tuple[str, bool, bool], Timeline]:
+    def _steps(self) -> Mapping[str, list[Step]]:
+        """Of forward and backward, each by itself."""
         work, hardware = self.prediction.work, self.prediction.hardware
         rings = rings_of(work, hardware)
         only = {"forward": dataclasses.replace(work, backward=None)}
         if work.backward is not None:
             only["backward"] = dataclasses.replace(work, forward=work.backward, backward=None)
-        steps = {name: steps_of(side, hardware, rings) for name, side in only.items()}
-        return {
-            (name, gathers, reduces): run([step for step in found if _runs(step, gathers, reduces)], hardware)
-            for name, found in steps.items()
-            for gathers in (False, True)
-            for reduces in (False, True)
-        }
+        return {name: steps_of(side, hardware, rings) for name, side in only.items()}
 
     def peak(self, num_micro_batches: int, under_way: int, handed_on: int) -> Moment:
         """The moment at which most is held.
@@ -177,26 +179,25 @@ class StagedStep:
     @cached_property
     def _ends(self) -> list[float]:
         """When each stage is done with its last backward."""
-        orders = [order_of_stage(index, len(self.stages), self.num_micro_batches) for index in range(len(self.stages))]
+        num_stages, num = len(self.stages), self.num_micro_batches
+        left = [deque(order_of_stage(index, num_stages, num)) for index in range(num_stages)]
         end_of: dict[tuple[int, _Pass], float] = {}
-        now = [0.0] * len(self.stages)
-        done = [0] * len(self.stages)
-        while any(num < len(order) for num, order in zip(done, orders, strict=True)):
-            for index, order in enumerate(orders):
-                while done[index] < len(order) and (arrival := self._arrival(index, order[done[index]], end_of)) >= 0:
-                    name, number = order[done[index]]
-                    seconds = self.stages[index].call(name, number, self.num_micro_batches).seconds
-                    now[index] = end_of[index, order[done[index]]] = max(now[index], arrival) + seconds
-                    done[index] += 1
+        now = [0.0] * num_stages
+        while any(left):
+            for index, calls in enumerate(left):
+                while calls and (arrival := self._arrival(index, calls[0], end_of)) is not None:
+                    call = calls.popleft()
+                    seconds = self.stages[index].call(*call, num).seconds
+                    now[index] = end_of[index, call] = max(now[index], arrival) + seconds
         return now
 
-    def _arrival(self, index: int, call: _Pass, end_of: Mapping[tuple[int, _Pass], float]) -> float:
-        """When a stage has what a call takes: from the stage before, or, for a backward, after it; -1: not yet."""
+    def _arrival(self, index: int, call: _Pass, end_of: Mapping[tuple[int, _Pass], float]) -> float | None:
+        """When a stage has what a call takes, from that before it or, for a backward, after it; None: not yet known."""
         before = index - 1 if call[0] == "forward" else index + 1
         if not 0 <= before < len(self.stages):
             return 0.0
         if (before, call) not in end_of:
-            return -1.0
+            return None
         num_bytes = self.stages[max(before, index)].received
         ring = Ring.of_axis(len(self.stages), self.ranks_of_stage, self.hardware)
         return end_of[before, call] + collectives.send(num_bytes, ring, self.hardware)

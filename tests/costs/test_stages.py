@@ -51,9 +51,8 @@ class Timed:
         return Timeline([], {}, seconds, seconds)
 
 
-FREE = dataclasses.replace(
-    H100, collective_start=0.0, within_node=dataclasses.replace(H100.within_node, hop=0.0)
-)  # to send
+FREE = dataclasses.replace(H100, collective_start=0.0, within_node=dataclasses.replace(H100.within_node, hop=0.0))
+"""Where nothing is sent in no time."""
 
 
 def test_equal_stages_idle_as_long_as_a_micro_batch_passes_the_others():
