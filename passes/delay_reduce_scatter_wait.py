@@ -60,12 +60,21 @@ def deadlines(graph: torch.fx.Graph, distance: int) -> list[tuple[list[torch.fx.
 
 def _continues(node: torch.fx.Node) -> bool:
     """Whether this reduction takes the result of another one, over the other mesh axis."""
-    return ops.is_call(node.args[0], ops.WAIT) if isinstance(node.args[0], torch.fx.Node) else False
+    source = _source(node)
+    return source is not None and ops.is_call(source, ops.WAIT)
 
 
 def _begin(node: torch.fx.Node) -> torch.fx.Node:
+    source = _source(node)
+    return source if source is not None and ops.is_call(source, ops.PACK) else node
+
+
+def _source(node: torch.fx.Node) -> torch.fx.Node | None:
+    """What was converted to what a reduction sends; None for several gradients."""
     source = node.args[0]
-    return source if isinstance(source, torch.fx.Node) and ops.is_call(source, ops.PACK) else node
+    while isinstance(source, torch.fx.Node) and ops.is_conversion(source):
+        source = source.args[0]
+    return source if isinstance(source, torch.fx.Node) else None
 
 
 def _links(followers: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:

@@ -19,7 +19,9 @@ added to its own, whatever the form.
 With a `reduce_form` ranks send each other their gradients in that form (`forms`), and each sums up in float32 what it
 receives: `d = sum_up(wait(all_to_all(pack([g1, g2]))))`. So nothing is rounded between two ranks, as it is by a
 reduce-scatter in a narrow dtype. With a `residual`, what earlier messages lost is packed with the gradients, and what
-this one loses is kept in its place: `keep(remainder([g1, g2], residual), residual)`.
+this one loses is kept in its place: `keep(remainder([g1, g2], residual), residual)`. With an `all_reduce_form` replicas
+send each other what their ranks have summed up, and all compute the same sum, in the same order:
+`d = sum_up(wait(all_gather_sums(narrow(d))))`.
 """
 
 from __future__ import annotations
@@ -55,13 +57,13 @@ class InsertReduceScatter:
             gm.graph.erase_node(node)
 
     def _reduce(self, graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
-        names = ("bucket", "reduction", "world_size", "group", "replicas", "replica_group")
-        bucket, reduction, world_size, group, replicas, replica_group = (ops.argument(node, name) for name in names)
+        names = ("bucket", "reduction", "world_size", "group", "replicas")
+        bucket, reduction, world_size, group, replicas = (ops.argument(node, name) for name in names)
         gradients = _gradients_of(node)
         dtype = ops.argument(node, "reduce_dtype") or ops.argument(node, "gradients")[0].meta["val"].dtype
         if world_size == 1:
             result = ops.call(graph, ops.PACK, *gradients, 1, dtype, *forms.NO_REGIONS, like=node)
-        elif regions := sent_regions(node, dtype):
+        elif regions := _sent_regions(node, "reduce_form", dtype):
             result = _summed_up(graph, node, regions, dtype)
         else:
             axis = world_size, group
@@ -71,11 +73,7 @@ class InsertReduceScatter:
                 packed = ops.call(graph, ops.PACK, *gradients, world_size, dtype, *forms.NO_REGIONS, like=node)
                 pending = ops.call(graph, ops.REDUCE_SCATTER, packed, bucket, *axis, reduction, like=node)
             result = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
-        if replicas > 1:
-            axis = replicas, replica_group
-            pending = ops.call(graph, ops.ALL_REDUCE, result, bucket, *axis, reduction, like=node)
-            result = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
-        return result
+        return _over_replicas(graph, node, result) if replicas > 1 else result
 
 
 def _summed_up(
@@ -99,15 +97,34 @@ def _summed_up(
     return ops.call(graph, ops.SUM_UP, received, bucket, *arguments, numel, world_size, wide, reduction, like=node)
 
 
+def _over_replicas(graph: torch.fx.Graph, node: torch.fx.Node, sums: torch.fx.Node) -> torch.fx.Node:
+    """The sum of what the ranks of each replica have summed up, or the mean."""
+    names = ("bucket", "reduction", "replicas", "replica_group", "numel", "all_reduce_form")
+    bucket, reduction, replicas, replica_group, numel, form = (ops.argument(node, name) for name in names)
+    axis, dtype = (replicas, replica_group), sums.meta["val"].dtype
+    if not (regions := _sent_regions(node, "all_reduce_form", dtype)):
+        pending = ops.call(graph, ops.ALL_REDUCE, sums, bucket, *axis, reduction, like=node)
+        return ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
+    arguments = forms.arguments_of(regions)
+    if forms.is_integers(form):
+        sent = ops.call(graph, ops.NARROW, sums, bucket, *arguments, forms.MESSAGE, like=node)
+    else:
+        sent = ops.call(graph, ops.CAST, sums, forms.dtype_of_name(form), like=node)
+    pending = ops.call(graph, ops.ALL_GATHER_SUMS, sent, bucket, *axis, like=node)
+    received = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
+    wide = torch.promote_types(dtype, torch.float32)
+    return ops.call(graph, ops.SUM_UP, received, bucket, *arguments, numel, replicas, wide, reduction, like=node)
+
+
 def _gradients_of(node: torch.fx.Node, *, is_fed_back: bool = False) -> list[Any]:
     """The first arguments of a reduce_gradient: what is packed, with what messages have lost if that is fed back."""
     gradients, accumulated, residual, *rest = node.args[:7]
     return [gradients, accumulated, residual if is_fed_back else None, *rest]
 
 
-def sent_regions(node: torch.fx.Node, dtype: torch.dtype) -> list[forms.Region]:
-    """What each rank's part of packed gradients consists of, where `node` (reduce_gradient) has them sent in a form."""
-    names = ("gradients", "offsets", "world_size", "numel", "accumulated", "reduce_form")
+def _sent_regions(node: torch.fx.Node, name_of_form: str, dtype: torch.dtype) -> list[forms.Region]:
+    """What each rank's part of gradients consists of, where `node` (reduce_gradient) has them sent in a form."""
+    names = ("gradients", "offsets", "world_size", "numel", "accumulated", name_of_form)
     gradients, offsets, world_size, numel, accumulated, form = (ops.argument(node, name) for name in names)
     shapes = [tuple(gradient.meta["val"].shape) for gradient in gradients]
     is_whole = accumulated is not None

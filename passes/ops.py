@@ -39,6 +39,7 @@ the grouped form sends one message per parameter in one call, and needs none::
     reduce_scatter(packed), reduce_scatter_grouped(gradients, accumulated), all_reduce(gradient)
                                                       pending; the shard's gradient
     all_to_all(packed), sum_up(received)              pending: what all ranks packed for this one; the shard's gradient
+    all_gather_sums(sums), sum_up(received)           pending: what each replica has summed up; the shard's gradient
     cast(value), divide(value), move(value)           another dtype, a smaller gradient, another device
     copy_start(source), copy_wait(copied, source)     a move in two: a copy that runs beside the computation
     copies_done(on_cpu)                               the host waits until these have been read or filled by copies
@@ -110,7 +111,10 @@ class Operator:
 # ---------------------------------------------------------------------------------------------------------------
 
 _SHARD_GROUP = "int world_size, str group"
-_REDUCTION = "int replicas, str replica_group, str reduction, float divisor, ScalarType? reduce_dtype, str reduce_form"
+_REDUCTION = (
+    "int replicas, str replica_group, str reduction, float divisor, ScalarType? reduce_dtype, "
+    "str reduce_form, str all_reduce_form"
+)
 _PACKED = "Tensor[] gradients, Tensor? accumulated, Tensor? residual"
 _GRADIENTS = f"{_PACKED}, str bucket, str[] parameters, int[] offsets, int numel"
 _PARAMETER = "str parameter, int offset, int[] shape, int world_size"
@@ -286,6 +290,14 @@ ALL_TO_ALL = Operator(
     name_of_wait="{bucket}.grad.received",
     kind="reduction",
 ).defined()
+ALL_GATHER_SUMS = Operator(
+    f"all_gather_sums(Tensor sums, str bucket, {_SHARD_GROUP}) -> Tensor",
+    lambda sums, bucket, world_size, group: sums.new_empty(sums.numel() * world_size),
+    shown=("sums",),
+    name="{bucket}.grad.pending",
+    name_of_wait="{bucket}.grad.received",
+    kind="reduction",
+).defined()
 SUM_UP = Operator(
     f"sum_up(Tensor received, str bucket, {_REGIONS}, int numel, int world_size, ScalarType dtype, str reduction)"
     " -> Tensor",
@@ -398,6 +410,11 @@ def is_all_gather(node: torch.fx.Node) -> bool:
 
 def is_reduction(node: torch.fx.Node) -> bool:
     return _is_kind(node, "reduction")
+
+
+def is_over_replicas(node: torch.fx.Node) -> bool:
+    """Whether this is a collective between the replicas of a shard."""
+    return is_call(node, ALL_REDUCE, ALL_GATHER_SUMS)
 
 
 def is_collective(node: torch.fx.Node) -> bool:

@@ -20,7 +20,7 @@ import torch.fx
 from . import analysis, metadata, ops
 from .errors import refuse_calls, refuse_unplaced
 
-_PASSED = (ops.WAIT, ops.CAST, ops.DIVIDE, ops.SUM_UP)
+_PASSED = (ops.WAIT, ops.CAST, ops.DIVIDE, ops.SUM_UP, ops.NARROW)
 """What a gradient passes on its way besides reductions."""
 
 

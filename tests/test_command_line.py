@@ -51,6 +51,9 @@ def one_stage(model, number):
 def wide(model, number):
     return [nn.Linear(64, 63), model[2:]]
 
+def narrow_stages(model, number):
+    return [nn.Linear(63, 64), model[2:]]
+
 def parallelize(model, mesh):
     for layer in model:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -264,6 +267,16 @@ def test_what_does_not_fit_is_marked(model, capsys, tmp_path):
         (
             ["{path}:small", "--mesh", "dp=4,pp=2", "--batch", "2", "--stages", "wide"],
             r"stage 1 of wide\(\), called with what the one before returned, raised RuntimeError",
+        ),
+        (
+            ["{path}:small", "--mesh", "dp=4,pp=2", "--batch", "2", "--stages", "narrow_stages"],
+            r"stage 0 of narrow_stages\(\), called as the model is, raised RuntimeError",
+        ),
+        (["{path}:small", "--stages", "one_stage"], "--stages is for meshes with pp, and there is none"),
+        (["{path}:small", "--mesh", "dp=4", "--micro-batch", "2"], "--micro-batch is for meshes with pp"),
+        (
+            ["{path}:small", "--mesh", "dp=4,pp=2", "--parallelize", "of_four"],
+            "--parallelize is for meshes with tp or ep",
         ),
         (["{path}:small", "--mesh", "dp=4,ep=3"], "the ranks of ep are some of those of dp, whose number they divide"),
         (["{path}:small", "--mesh", "dp=4,ep=2", "--parallelize", "unsplit"], "nothing is split over it"),

@@ -111,6 +111,7 @@ MESSAGES = st.builds(
     CommunicationDtype,
     st.sampled_from([None, "int8", "int4"]),
     st.sampled_from([None, "int8", "int4", torch.bfloat16, torch.float16]),
+    all_reduce=st.sampled_from([None, "int8", "int4", torch.bfloat16, torch.float16]),
 )
 
 
@@ -128,6 +129,8 @@ def test_a_random_model_computes_with_what_arrives_of_its_parameters(tree, world
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
+    if world_size[0] == 1:
+        asked = dataclasses.replace(asked, all_reduce=None)
     model, num_ranks = RandomModel(tree), world_size[0] * world_size[1]
     inputs, seeds = [model.inputs(2, rank) for rank in range(num_ranks)], list(range(num_ranks))
     placement = options.get("shard_placement_fn", lambda parameter: None)
@@ -142,7 +145,7 @@ def test_a_random_model_computes_with_what_arrives_of_its_parameters(tree, world
     for of_rank, expected in zip(found.outputs, outputs, strict=True):
         torch.testing.assert_close(of_rank[: len(expected)], expected)
     reduced = {name: sum(each[name] for each in gradients) / num_ranks for name in gradients[0]}
-    lost = {name: sum(lost_of(each[name], asked.reduce) for each in gradients) / num_ranks for name in gradients[0]}
+    lost = {name: lost_of_all([each[name] for each in gradients], asked, world_size[1]) for name in gradients[0]}
     shard_of_key = {id(shard.stand_in): shard for shard in simulation.shards}
     for rank, of_rank in enumerate(found.gradients):
         for key, gradient in of_rank:
@@ -158,6 +161,14 @@ def arriving(tensor, form, dim, num_ranks):
     length = tensor.numel() // tensor.shape[dim]
     parts = tensor.split(shard_rows(tensor.shape[dim:], num_ranks), dim)
     return torch.cat([rounded(part.reshape(-1, length), form).view(part.shape) for part in parts], dim)
+
+
+def lost_of_all(gradients, asked, num_shards):
+    """At most, of the mean of a parameter's gradients: of all ranks, and then of the mean of each replica's."""
+    lost = [lost_of(gradient, asked.reduce) for gradient in gradients]
+    largest = [gradient.abs() + own for gradient, own in zip(gradients, lost, strict=True)]
+    replicas = [sum(largest[first : first + num_shards]) / num_shards for first in range(0, len(largest), num_shards)]
+    return sum(lost) / len(lost) + sum(lost_of(each, asked.all_reduce) for each in replicas) / len(replicas)
 
 
 def lost_of(gradient, form):

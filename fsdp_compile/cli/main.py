@@ -89,20 +89,16 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument(
         "--parallelize",
-        default="parallelize",
         metavar="FUNCTION",
         help="of the same file: (model, mesh) splits the model over mesh['tp'] and mesh['ep'] (default: parallelize)",
     )
     plan.add_argument(
         "--stages",
-        default="stages",
         metavar="FUNCTION",
         help="of the same file: (model, number) cuts the model into so many modules, each of which takes what the one "
         "before returns (default: stages)",
     )
-    plan.add_argument(
-        "--micro-batch", type=int, default=1, metavar="N", help="rows that pass a pipeline at once (default: 1)"
-    )
+    plan.add_argument("--micro-batch", type=int, metavar="N", help="rows that pass a pipeline at once (default: 1)")
     rows = plan.add_mutually_exclusive_group()
     rows.add_argument("--batch", type=int, nargs="+", default=[1], metavar="N", help="+ rows of a rank (default: 1)")
     rows.add_argument("--global-batch", type=int, metavar="N", help="rows of all ranks in a step")

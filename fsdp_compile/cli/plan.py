@@ -156,6 +156,10 @@ class _Planned:
                 yield dataclasses.replace(Schedule.of(prediction), title=f"{title}: a micro-batch of stage {index}")
 
 
+_OF_MESHES = {"parallelize": "parallelize", "stages": "stages", "micro_batch": 1}
+"""What options of meshes are where they are not given."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Planner:
     """Predicts the steps of a model.
@@ -171,8 +175,22 @@ class _Planner:
 
     @classmethod
     def of(cls, options: argparse.Namespace, hardware: Hardware, steps: Sequence[_Step]) -> _Planner:
-        parallelize = options.parallelize if any(step.mesh.splits_model for step in steps) else None
-        stages = options.stages if any(step.mesh.stages > 1 for step in steps) else None
+        splits_model = any(step.mesh.splits_model for step in steps)
+        has_stages = any(step.mesh.stages > 1 for step in steps)
+        for option, value, is_for_some, dims in (
+            ("--parallelize", options.parallelize, splits_model, "tp or ep"),
+            ("--stages", options.stages, has_stages, "pp"),
+            ("--micro-batch", options.micro_batch, has_stages, "pp"),
+        ):
+            if value is not None and not is_for_some:
+                raise ConfigError(
+                    f"{option} is for meshes with {dims}, and there is none: name one with --mesh, or leave it out"
+                )
+        given = vars(options)
+        options = argparse.Namespace(
+            **{**given, **{name: default for name, default in _OF_MESHES.items() if given[name] is None}}
+        )
+        parallelize, stages = options.parallelize if splits_model else None, options.stages if has_stages else None
         return cls(options, hardware, load(options.model, options.inputs, parallelize, stages))
 
     def planned(self, step: _Step, root: DeviceMesh | None, ranks: WorldSize) -> _Planned:

@@ -56,8 +56,9 @@ def cut(
         raise ConfigError(f"{name}() returns {number} modules, as many as there are stages, not {len(modules)}")
     values: tuple[Any, ...] = tuple(inputs)
     for index, module in enumerate(modules):
+        with_what = "with what the one before returned" if index else "as the model is"
         with (
-            naming(f"stage {index} of {name}(), called with what the one before returned,"),
+            naming(f"stage {index} of {name}(), called {with_what},"),
             torch.no_grad(),
             torch.device("meta"),
             calls_counted(module) as num_calls,

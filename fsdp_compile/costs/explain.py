@@ -11,6 +11,7 @@ import torch.fx
 
 from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
+from ..layout.communication import CommunicationDtype
 from ..passes import analysis, ops
 from ..passes.plan import StepPlan
 from ..passes.printer import printed_name
@@ -223,7 +224,7 @@ def _changes(prediction: Prediction) -> list[str]:
         if prediction.seconds - narrower.seconds > _WORTH_IT * prediction.seconds:
             asked = narrower.communication
             changes.append(
-                f"communication_dtype=CommunicationDtype({asked.gather!r}, {asked.reduce!r}) would send "
+                f"communication_dtype={_written(asked)} would send "
                 f"{bytes_text(narrower.sent)} instead of {bytes_text(narrower.sent_now)}, and a step take "
                 f"{time_text(narrower.seconds)}; it changes {narrower.error}"
             )
@@ -234,6 +235,11 @@ def _changes(prediction: Prediction) -> list[str]:
             "activations"
         )
     return changes
+
+
+def _written(asked: CommunicationDtype) -> str:
+    of_replicas = f"all_reduce={asked.all_reduce!r}"
+    return f"CommunicationDtype({of_replicas if asked.all_reduce else f'{asked.gather!r}, {asked.reduce!r}'})"
 
 
 def _gathered_again(prediction: Prediction) -> list[tuple[float, int, str]]:

@@ -235,7 +235,7 @@ def _refuse_forms(graphs: Sequence[torch.fx.Graph]) -> None:
     """Raise ConfigError for a unit whose bytes no formula of this file has."""
     for node in (node for graph in graphs for node in graph.nodes):
         is_integers = ops.is_call(node, ops.NARROW) and ops.argument(node, "dtype") == forms.MESSAGE
-        if is_integers or ops.is_call(node, ops.ALL_TO_ALL):
+        if is_integers or ops.is_call(node, ops.ALL_TO_ALL, ops.ALL_GATHER_SUMS):
             unit = ops.unit_of_bucket(ops.argument(node, "bucket"))
             if any(ops.is_call(source, ops.SCALE) for source in node.all_input_nodes):
                 raise ConfigError(f"formulas have no weights that are gathered in float8, which {unit} has")

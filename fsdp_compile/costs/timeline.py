@@ -185,7 +185,8 @@ def seconds_of(node: torch.fx.Node, ring: Ring, hardware: Hardware) -> float:
         return collectives.all_reduce(full_bytes(node), ring, hardware)
     if ops.is_call(node, ops.ALL_TO_ALL):
         return collectives.all_to_all(full_bytes(node), ring, hardware)
-    collective = collectives.all_gather if ops.is_all_gather(node) else collectives.reduce_scatter
+    gathers = ops.is_all_gather(node) or ops.is_call(node, ops.ALL_GATHER_SUMS)
+    collective = collectives.all_gather if gathers else collectives.reduce_scatter
     return collective(full_bytes(node), ring, hardware) + (num_messages(node) - 1) * hardware.message_start
 
 
@@ -208,7 +209,7 @@ def rings_of(work: Work, hardware: Hardware) -> dict[str, Ring]:
     over together.
     """
     found = [node for side in work.sides for node in side.graph.nodes if ops.is_collective(node)]
-    sharding = {ops.argument(node, "group") for node in found if not ops.is_call(node, ops.ALL_REDUCE)}
+    sharding = {ops.argument(node, "group") for node in found if not ops.is_over_replicas(node)}
     size_of_group = {ops.argument(node, "group"): ops.argument(node, "world_size") for node in found}
     num_shards = largest(1, *(size_of_group[group] for group in sharding))
     return {

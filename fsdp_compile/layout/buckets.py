@@ -130,23 +130,31 @@ class Layout:
         return (None, self.full_reduce_dtype) if self.is_full else (self.param_dtype, self.reduce_dtype)
 
     @property
-    def sent_forms(self) -> tuple[str, str]:
-        """In which form gathers and reductions send for now; "" leaves them as they are."""
-        sent = UNCHANGED if self.is_full or self.shards.size == 1 else self.communication
-        return sent.gather_form, sent.reduce_form
+    def sent_forms(self) -> tuple[str, str, str]:
+        """In which form gathers, reductions and those between replicas send for now; "" leaves them as they are."""
+        sent = UNCHANGED if self.is_full else self.communication
+        of_shards = sent if self.shards.size > 1 else UNCHANGED
+        return of_shards.gather_form, of_shards.reduce_form, sent.all_reduce_form if self.replicas.size > 1 else ""
 
     @cached_property
     def feeds_back(self) -> bool:
         """Whether messages lose something of gradients for now that is added to the next."""
-        regions = self.reduced_regions(self.dtype) if self.communication.error_feedback else []
+        regions, _ = self.reduced_regions(self.dtype) if self.communication.error_feedback else ([], [])
         return self.requires_grad and any(forms.is_integers(region.form) for region in regions)
 
-    def reduced_regions(self, dtype: torch.dtype) -> list[forms.Region]:
-        """The forms in which gradients of all its parameters are sent, packed in this dtype; none if they are not."""
-        _, form = self.sent_forms
+    def reduced_regions(self, dtype: torch.dtype) -> tuple[list[forms.Region], list[forms.Region]]:
+        """The forms in which gradients of all its parameters are sent, packed in this dtype; none if they are not.
+
+        The second are those in which replicas send each other their sums.
+        """
+        _, of_shards, of_replicas = self.sent_forms
         offsets, shapes = [slot.offset for slot in self.slots], [slot.rows for slot in self.slots]
-        size = self.shards.size
-        return forms.reduced_regions(offsets, shapes, size, form, dtype, self.numel, is_whole=True)
+
+        def regions(form: str, dtype: torch.dtype) -> list[forms.Region]:
+            return forms.reduced_regions(offsets, shapes, self.shards.size, form, dtype, self.numel, is_whole=True)
+
+        found = regions(of_shards, dtype)
+        return found, regions(of_replicas, torch.promote_types(dtype, torch.float32) if found else dtype)
 
     def reduced_by(self, reduction: GradientReduction, *, sums: bool) -> GradientReduction:
         """What a reduction means for it, where collectives may sum only."""
@@ -162,7 +170,7 @@ class Layout:
     def unshard_arguments(self, slot: Slot) -> tuple[Any, ...]:
         """The arguments of `fsdp::unshard` after the tensors and the destination of the gradient."""
         param_dtype, reduce_dtype = self.casts
-        gather_form, reduce_form = self.sent_forms
+        gather_form, reduce_form, all_reduce_form = self.sent_forms
         return (
             self.bucket,
             slot.parameter,
@@ -179,6 +187,7 @@ class Layout:
             self.reduction.divisor,
             reduce_dtype,
             reduce_form,
+            all_reduce_form,
         )
 
     def assemble_arguments(self, slot: Slot) -> tuple[Any, ...] | None:
@@ -312,9 +321,15 @@ def _layout(
     communication: CommunicationDtype,
 ) -> Layout:
     axes = placement.axes if key.own is None else key.own.axes
+    if communication.all_reduce is not None and axes.shards.size > 1 and axes.replicas == NO_AXIS:
+        raise ConfigError(
+            f"communication_dtype has all_reduce={communication.all_reduce!r} for {parameters[0][0]}, which has no "
+            "replicas: leave it out, or shard over a mesh (replicate, shard)"
+        )
     shards, replicas = (NO_AXIS, axes.everyone) if key.is_scalar else (axes.shards, axes.replicas)
-    sent = communication.reduce if isinstance(communication.reduce, torch.dtype) else None
-    dtypes = [dtype for dtype in (key.dtype, key.param_dtype, key.reduce_dtype, sent) if dtype is not None]
+    sent = communication.reduce, communication.all_reduce
+    dtypes = [key.dtype, *(each for each in (key.param_dtype, key.reduce_dtype) if each is not None)]
+    dtypes += [each for each in sent if isinstance(each, torch.dtype)]
     slots = []
     numel = 0
     for name, parameter in parameters:

@@ -72,18 +72,24 @@ def reduce_packed(
     divisor: float,
     regions: Sequence[forms.Region] = (),
     residual: torch.Tensor | None = None,
+    regions_of_replicas: Sequence[forms.Region] = (),
 ) -> torch.Tensor:
     """The gradient of a shard from a bucket's packed gradients, reduced over both axes in the dtype they have.
 
     Args:
         regions: the forms in which each rank's part is sent, if ranks send each other their gradients.
         residual: what earlier messages have lost of gradients; it becomes what this one loses.
+        regions_of_replicas: the forms in which replicas send each other their sums, if they do.
     """
     if world_size > 1 and regions:
         packed = _summed_up(packed, world_size, group, reduction, regions, residual)
     elif world_size > 1:
         packed = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(packed, reduction, world_size, group))
-    if replicas > 1:
+    if replicas > 1 and regions_of_replicas:
+        message = _joined([piece for region in regions_of_replicas for piece in _message_of_sums(packed, region)], 0)
+        received = gather_chunk(message, replicas, replica_group).view(replicas, -1)
+        packed = _sum_of(received, packed, packed.numel(), reduction, regions_of_replicas)
+    elif replicas > 1:
         packed = _c10d.wait_tensor(_c10d.all_reduce(packed, reduction, replica_group))
     return (packed.to(dtype) / divisor if divisor != 1 else packed.to(dtype)).to(device)
 
@@ -106,11 +112,28 @@ def _summed_up(
             by_rank[:, region.begin : region.end], region, None if lost is None else lost[:, region.begin : region.end]
         )
     ]
-    message = torch.cat([each.contiguous().view(forms.MESSAGE) for each in sent], 1)
+    message = _joined(sent, 1)
     part = [message.shape[1]] * world_size
     received = wait(all_to_all(message.view(-1), part, part, group)).view(world_size, -1)
-    dtype = torch.promote_types(packed.dtype, torch.float32)
-    total = packed.new_zeros(numel, dtype=dtype)
+    return _sum_of(received, packed, numel, reduction, regions)
+
+
+def _joined(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """A message of all of them, as bytes."""
+    return torch.cat([each.contiguous().view(forms.MESSAGE) for each in pieces], dim)
+
+
+def _message_of_sums(sums: torch.Tensor, region: forms.Region) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = forms.into_form(forms.eagerly, sums[region.begin : region.end], [], region, sums.dtype)
+    return found
+
+
+def _sum_of(
+    received: torch.Tensor, like: torch.Tensor, numel: int, reduction: str, regions: Sequence[forms.Region]
+) -> torch.Tensor:
+    """The sum, or the mean, of what ranks have sent of elements like these, one rank's bytes in each row."""
+    dtype, world_size = torch.promote_types(like.dtype, torch.float32), len(received)
+    total = like.new_zeros(numel, dtype=dtype)
     for region, piece in zip(regions, received.split([region.num_bytes for region in regions], 1), strict=True):
         values = piece if forms.is_integers(region.form) else piece.contiguous().view(forms.dtype_of_name(region.form))
         summed = forms.out_of_form(forms.eagerly, values, [world_size], region, dtype).sum(0)

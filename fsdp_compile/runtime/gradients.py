@@ -111,8 +111,8 @@ def _reduce_leftover(shard: FlatShard) -> None:
             found = OnAnyRank([offset in offsets for offset in doubtful], layout.groups, packed.device).wait()
             offsets.update(itertools.compress(doubtful, found))
         residual = shard.known_residual() if layout.feeds_back else None
-        reduction, regions = layout.reduction, layout.reduced_regions(packed.dtype)
-        flat = reduce_packed(packed, *axes, reduction.operator, reduction.divisor, regions, residual)
+        reduction, (regions, of_replicas) = layout.reduction, layout.reduced_regions(packed.dtype)
+        flat = reduce_packed(packed, *axes, reduction.operator, reduction.divisor, regions, residual, of_replicas)
     shard.give(flat, set(), offsets)
 
 

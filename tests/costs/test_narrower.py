@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import rewrite
 from fsdp_compile.costs import HARDWARE, Link, explain, predict
@@ -15,10 +16,10 @@ SLOW = dataclasses.replace(H100, between_nodes=dataclasses.replace(H100.between_
 MODEL = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
 
 
-def rewritten(lowering="packed", rows=256, **options):
+def rewritten(lowering="packed", rows=256, world_size=16, **options):
     x = torch.ones(rows, 512)
     options = {"auto_wrap_policy": {nn.Linear}, "collective_lowering": lowering, **options}
-    return rewrite(MODEL, x, world_size=16, **options)
+    return rewrite(MODEL, x, world_size=world_size, **options)
 
 
 @pytest.mark.parametrize("hardware", [SLOW, dataclasses.replace(SLOW, ranks_per_node=8)], ids=["alone", "by eight"])
@@ -30,6 +31,20 @@ def test_seconds_and_bytes_are_those_of_graphs_that_send_so(hardware, lowering):
         wanted = predict(graphs, hardware)
         assert found.seconds == pytest.approx(wanted.seconds, rel=0.03)
         assert found.sent == pytest.approx(next(narrower_steps(wanted)).sent_now, rel=0.01)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("lowering", ["packed", "grouped"])
+def test_what_replicas_send_is_priced_as_graphs_that_send_so(lowering, replicas):
+    hardware = dataclasses.replace(SLOW, ranks_per_node=4)
+    world = {"world_size": (replicas, 4), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    now = predict(rewritten(lowering, **world), hardware)
+    found = {narrower.communication.all_reduce: narrower for narrower in narrower_steps(now)}
+    for asked in (torch.bfloat16, "int8"):
+        wanted = predict(rewritten(lowering, **world, communication_dtype=found[asked].communication), hardware)
+        assert found[asked].seconds == pytest.approx(wanted.seconds, rel=0.05)  # but for the kernel that narrows
+    assert found["int8"].seconds < now.seconds
+    assert "CommunicationDtype(all_reduce='int8') would send" in str(explain([rewritten(lowering, **world)], hardware))
 
 
 def test_an_explanation_says_so_where_communication_shows():

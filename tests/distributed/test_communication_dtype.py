@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.func import functional_call
 
 from fsdp_compile import CommunicationDtype, NonFiniteError, fsdp_compile
@@ -161,6 +161,90 @@ def test_replicas_reduce_in_float32_what_was_sent_in_integers(world_size):
     model = compiled(build("gpt"), hybrid_mesh(), communication_dtype=INT8)
     assert_trains_so(model, build("gpt"), INT8)
     assert messages(model) == {"all_gather": {torch.int8}, "all_to_all": {torch.int8}, "all_reduce": {torch.float32}}
+
+
+def by_replicas(model, form, step, size):
+    """Losses and gradients of an unsharded model, of which replicas of so many ranks send each other their means."""
+    losses, means = [], {}
+    for first in range(0, dist.get_world_size(), size):
+        gradients = {}
+        for rank in range(first, first + size):
+            loss = model(*batch_of_rank(model, step, rank))
+            for name, one in zip(
+                dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
+                gradients.setdefault(name, []).append(one)
+            losses.append(loss.detach())
+        for name, each in gradients.items():
+            means.setdefault(name, []).append(rounded(torch.stack(each).mean(0), form))
+    return losses[dist.get_rank()], {name: torch.stack(each).mean(0) for name, each in means.items()}
+
+
+REPLICAS = {
+    "int8": CommunicationDtype(all_reduce="int8"),
+    "int4 and bf16": CommunicationDtype("int8", torch.bfloat16, all_reduce="int4"),
+    "bf16": CommunicationDtype(all_reduce=torch.bfloat16),
+}
+
+
+def assert_replicas_send_so(model, expected, asked, size, sent):
+    optimizers = sgd(model.parameters()), sgd(expected.parameters())
+    for step in STEPS:
+        loss = model(*batch_of_rank(model, step))
+        loss.backward()
+        expected_loss, gradients = by_replicas(expected, asked.all_reduce_form, step, size)
+        assert_close_but_for_steps(loss.detach(), expected_loss)
+        for (name, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert_close_but_for_steps(full(parameter.grad), gradients[name])
+            wanted.grad = gradients[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert messages(model)["all_gather_sums"] == {sent} and "all_reduce" not in messages(model)
+    for parameter in model.parameters():  # replicas stay equal, to the last bit
+        local = parameter.to_local().detach()
+        of_replicas = [torch.empty_like(local) for _ in range(dist.get_world_size() // size)]
+        dist.all_gather(of_replicas, local, group=parameter.device_mesh.get_group(0))
+        assert all(torch.equal(each, local) for each in of_replicas)
+
+
+@pytest.mark.parametrize(("asked", "backend"), [("int8", "aot_eager"), ("int8", "inductor"), ("bf16", "aot_eager")])
+@on_ranks(4)
+def test_replicas_send_each_other_what_their_ranks_have_summed_up(world_size, asked, backend):
+    sent = torch.bfloat16 if asked == "bf16" else torch.int8
+    options = {"backend": backend, "communication_dtype": REPLICAS[asked]}
+    model = fsdp_compile(build("gpt"), hybrid_mesh(), **options)
+    assert_replicas_send_so(model, build("gpt"), REPLICAS[asked], 2, sent)
+
+
+@pytest.mark.parametrize("asked", ["int8", "bf16"])
+@on_ranks(2)
+def test_parameters_that_every_rank_keeps_whole_are_reduced_so(world_size, asked):
+    model = compiled(made(OddRows), sharding_strategy=ShardingStrategy.NO_SHARD, communication_dtype=REPLICAS[asked])
+    of_ranks = CommunicationDtype(reduce=REPLICAS[asked].all_reduce)
+    assert_trains_so(model, made(OddRows), of_ranks, is_equal=True)
+
+
+@both_front_ends
+@on_ranks(4)
+def test_all_forms_together_and_where_nothing_is_compiled(world_size, front_end):
+    """Compiled or not, the same arrives, of gradients that are kept as well."""
+    asked = REPLICAS["int4 and bf16"]
+    model, other = (front(made(OddRows), hybrid_mesh(), communication_dtype=asked) for front in (front_end, compiled))
+    exact = compiled(made(OddRows), hybrid_mesh())
+    model(*batch_of_rank(model, 0)).backward()
+    other(*batch_of_rank(other, 0)).backward()
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        assert_close_but_for_steps(full(one.grad), full(another.grad))
+    model.zero_grad()
+    with model.no_sync():
+        model(*batch_of_rank(model, 0)).backward()
+    model(*batch_of_rank(model, 1)).backward()
+    for step in (0, 1):
+        exact(*batch_of_rank(exact, step)).backward()
+    for one, another in zip(model.parameters(), exact.parameters(), strict=True):
+        found, wanted = full(one.grad), full(another.grad)
+        assert (found - wanted).abs().max() <= 0.2 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("sent", ["bf16", "int8"])

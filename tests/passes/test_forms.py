@@ -207,6 +207,47 @@ backward
   sum_up                                                            0""",
         )
 
+    def test_replicas_send_each_other_their_sums_and_each_sums_these_up(self):
+        backward = traced(CommunicationDtype(all_reduce="int8"), replicas=2).graphs.backward
+        self.assertExpectedInline(
+            "\n".join(line for line in str(backward).splitlines() if "up." in line),
+            """\
+  up.packed: f32[200] = fsdp.pack([mm_3, view], [0, 96])
+  up.grad.pending: f32[100] = fsdp.reduce_scatter(up.packed)
+  up.grad: f32[100] = fsdp.wait(up.grad.pending)
+  up.i8: i8[128] = fsdp.narrow(up.grad, [0, 96], [int8_blocks, float32])
+  up.grad.pending#2: i8[256] = fsdp.all_gather_sums(up.i8)
+  up.grad.received: i8[256] = fsdp.wait(up.grad.pending#2)
+  up.grad#2: f32[100] = fsdp.sum_up(up.grad.received, [0, 96], [int8_blocks, float32])
+  return [up.grad#2, None, down.grad#2]""",
+        )
+        self.assertExpectedInline(
+            backward.schedule().partition("sum.dim")[2],
+            """\
+_IntList                                                   64
+                            wait down.grad                          0
+                            all_reduce down                         0
+  pack up.packed                                                    800
+                            reduce_scatter up                       800
+                            wait down.grad#2                        800
+                            wait up.grad                            0
+  narrow                                                            0
+                            all_gather_sums up                      0
+                            wait up.grad.received                   0
+  sum_up                                                            0""",
+        )
+        cast = traced(CommunicationDtype(all_reduce=torch.bfloat16), replicas=2, world_size=1).graphs.backward
+        self.assertExpectedInline(
+            "\n".join(line for line in str(cast).splitlines() if "up." in line),
+            """\
+  up.packed: f32[200] = fsdp.pack([mm_3, view], [0, 192])
+  up.packed.bf16: bf16[200] = fsdp.cast(up.packed)
+  up.grad.pending: bf16[400] = fsdp.all_gather_sums(up.packed.bf16)
+  up.grad.received: bf16[400] = fsdp.wait(up.grad.pending)
+  up.grad: f32[200] = fsdp.sum_up(up.grad.received, [0], [bfloat16])
+  return [up.grad, None, down.grad]""",
+        )
+
     def test_what_is_not_sharded_is_not_sent_so(self):
         narrow, wide = (traced(sent, world_size=1, replicas=2).graphs for sent in (INT8, CommunicationDtype()))
         self.assertEqual(str(narrow), str(wide))
@@ -235,6 +276,8 @@ REFUSED = {
     "gather is None, 'int8' or 'int4', not 'int3'": lambda: CommunicationDtype("int3"),
     "gather is None, 'int8' or 'int4', not torch.bfloat16": lambda: CommunicationDtype(torch.bfloat16),
     "torch.bfloat16 or torch.float16, not torch.float32": lambda: CommunicationDtype(reduce=torch.float32),
+    "all_reduce is None, .*, not 'int3'": lambda: CommunicationDtype(all_reduce="int3"),
+    "all_reduce='int8' for up.weight, which has no replicas": lambda: rewritten(CommunicationDtype(all_reduce="int8")),
     "communication_dtype is 'auto', a CommunicationDtype, or a map .* not 'int8'": lambda: rewritten("int8"),
     "communication_dtype is 'auto', .* not {'up': 'int8'}": lambda: rewritten({"up": "int8"}),
     "communication_dtype: 'ip' matches none of the units": lambda: rewritten({"ip": INT8}),

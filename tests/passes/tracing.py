@@ -33,7 +33,7 @@ from fsdp_compile.runtime.meta import off_meta
 
 MEAN = GradientReduction()
 STAGE_AFTER = {stage.after: stage for stage in STAGES}
-REDUCTION = 1, "", "avg", 1.0, None, ""
+REDUCTION = 1, "", "avg", 1.0, None, "", ""
 """What an operator of the dialect takes where gradients are averaged over one axis, in the dtype they have."""
 
 
