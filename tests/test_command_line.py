@@ -159,19 +159,9 @@ def test_experts_are_split_over_some_of_the_data_ranks(capsys):
 
 def test_stages_of_a_pipeline_have_ranks_of_their_own(model, capsys):
     """Two stages of the same layers hold half of the parameters each; the second one is predicted as the first."""
-    arguments = [
-        model,
-        "--parallelize",
-        "of_four",
-        "--seq",
-        "128",
-        "--global-batch",
-        "32",
-        "--strategy",
-        "SHARD_GRAD_OP",
-    ]
+    arguments = [model, "--seq", "128", "--global-batch", "32", "--strategy", "SHARD_GRAD_OP"]
     meshes = ["dp=8", "dp=4,pp=2", "dp=2,tp=2,pp=2"]
-    plans = plan(capsys, *arguments, "--mesh", *meshes)["plans"]
+    plans = plan(capsys, *arguments, "--parallelize", "of_four", "--mesh", *meshes)["plans"]
     found = {len(row["mesh"]): row for row in plans}
     assert [found[num]["batch"] for num in (1, 2, 3)] == [4, 8, 16]
     assert {row["gpus"] for row in found.values()} == {8}

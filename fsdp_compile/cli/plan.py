@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,26 @@ class _Planned:
                 yield dataclasses.replace(Schedule.of(prediction), title=f"{title}: a micro-batch of stage {index}")
 
 
-_OF_MESHES = {"parallelize": "parallelize", "stages": "stages", "micro_batch": 1}
-"""What options of meshes are where they are not given."""
+_OF_DIMS: dict[str, tuple[str, Any]] = {
+    "parallelize": ("tp or ep", "parallelize"),
+    "stages": ("pp", "stages"),
+    "micro_batch": ("pp", 1),
+}
+"""Options of meshes that have some dimensions: which, and what the option is where it is not given."""
+
+
+def _completed(options: argparse.Namespace, dims: Collection[str]) -> argparse.Namespace:
+    """The options, with defaults; ConfigError for one that is given for dimensions that no mesh has."""
+    found = dict(vars(options))
+    for name, (dims_of_option, default) in _OF_DIMS.items():
+        if found[name] is None:
+            found[name] = default
+        elif dims_of_option not in dims:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for meshes with {dims_of_option}, and there is none: "
+                "name one with --mesh, or leave it out"
+            )
+    return argparse.Namespace(**found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,19 +195,8 @@ class _Planner:
     def of(cls, options: argparse.Namespace, hardware: Hardware, steps: Sequence[_Step]) -> _Planner:
         splits_model = any(step.mesh.splits_model for step in steps)
         has_stages = any(step.mesh.stages > 1 for step in steps)
-        for option, value, is_for_some, dims in (
-            ("--parallelize", options.parallelize, splits_model, "tp or ep"),
-            ("--stages", options.stages, has_stages, "pp"),
-            ("--micro-batch", options.micro_batch, has_stages, "pp"),
-        ):
-            if value is not None and not is_for_some:
-                raise ConfigError(
-                    f"{option} is for meshes with {dims}, and there is none: name one with --mesh, or leave it out"
-                )
-        given = vars(options)
-        options = argparse.Namespace(
-            **{**given, **{name: default for name, default in _OF_MESHES.items() if given[name] is None}}
-        )
+        may_split = splits_model or "auto" in options.mesh
+        options = _completed(options, ["tp or ep"] * may_split + ["pp"] * has_stages)
         parallelize, stages = options.parallelize if splits_model else None, options.stages if has_stages else None
         return cls(options, hardware, load(options.model, options.inputs, parallelize, stages))
 
