@@ -202,6 +202,7 @@ def test_every_model(world_size, name, front_end):
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         {"backward_prefetch": 0, "gradient_reduction": "sum"},
         {"communication_dtype": CommunicationDtype(reduce=torch.bfloat16)},
+        {"communication_dtype": CommunicationDtype(reduce="int4", all_reduce="int8"), "mesh": hybrid_mesh},
     ],
     ids=lambda options: ",".join(options),
 )
