@@ -204,6 +204,11 @@ def narrower(sent: CommunicationDtype) -> Subject:
     return Subject(partial(ours, communication_dtype=sent), measures=True)
 
 
+def replicas(sent: CommunicationDtype) -> Subject:
+    """Every rank keeps all parameters, and sends the others its gradients in this form."""
+    return Subject(partial(ours, hardware=False, sharding_strategy=ShardingStrategy.NO_SHARD, communication_dtype=sent))
+
+
 SUBJECTS = {
     "single": Subject(lambda case: case.model),
     "single-compiled": Subject(lambda case: case.compiled()),
@@ -231,6 +236,9 @@ SUBJECTS = {
         lambda case: Messages(ours(case, backend="aot_eager", hardware=False), case.inputs), computes=False
     ),
     **{f"fsdp_compile-{name}": narrower(sent) for name, sent in NARROWER.items()},
+    "fsdp_compile-replicas": replicas(CommunicationDtype()),
+    "fsdp_compile-replicas-bf16": replicas(CommunicationDtype(all_reduce=torch.bfloat16)),
+    "fsdp_compile-replicas-int8": replicas(CommunicationDtype(all_reduce="int8")),
     "fsdp_compile-packed": Subject(partial(ours, hardware=False, collective_lowering="packed")),
     "fsdp_compile-grouped": Subject(partial(ours, hardware=False, collective_lowering="grouped")),
 }

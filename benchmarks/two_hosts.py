@@ -35,7 +35,8 @@ from subjects import NARROWER, SUBJECTS
 
 MODELS = ["gpt", "gpt-autocast", "mlp", "conv", "conv-large"]
 SPLIT = ["llama-split"]
-_ASKED_FOR = {f"fsdp_compile-{name}" for name in ("packed", "grouped", "kept", *NARROWER)} | {
+_REPLICAS = "replicas", "replicas-bf16", "replicas-int8"
+_ASKED_FOR = {f"fsdp_compile-{name}" for name in ("packed", "grouped", "kept", *_REPLICAS, *NARROWER)} | {
     "fsdp1-kept",
     "fsdp2-kept",
 }
