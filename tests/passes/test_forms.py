@@ -248,6 +248,27 @@ _IntList                                                   64
   return [up.grad, None, down.grad]""",
         )
 
+    def test_a_reduction_between_replicas_continues_the_one_within(self):
+        """It starts when that has been waited for, before the next gradients are packed: not in a turn of its own."""
+        backward = traced(CommunicationDtype(reduce=torch.bfloat16), replicas=2).graphs.backward
+        self.assertExpectedInline(
+            backward.schedule().partition("where.self")[2],
+            """\
+                                                        32
+  mm                                                                32
+  sum.dim_IntList                                                   32
+                            wait down.grad.received                 0
+  sum_up                                                            0
+                            all_reduce down                         0
+  pack up.packed                                                    416
+                            all_to_all up                           416
+                            wait down.grad#2                        416
+                            wait up.grad.received                   0
+  sum_up                                                            0
+                            all_reduce up                           0
+                            wait up.grad#2                          0""",
+        )
+
     def test_what_is_not_sharded_is_not_sent_so(self):
         narrow, wide = (traced(sent, world_size=1, replicas=2).graphs for sent in (INT8, CommunicationDtype()))
         self.assertEqual(str(narrow), str(wide))
