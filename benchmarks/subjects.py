@@ -199,6 +199,13 @@ NARROWER = {
 }
 """What is sent in a narrower form; by the end of the subject's name."""
 
+REPLICAS = {
+    "replicas": CommunicationDtype(),
+    "replicas-bf16": CommunicationDtype(all_reduce=torch.bfloat16),
+    "replicas-int8": CommunicationDtype(all_reduce="int8"),
+}
+"""What replicas send each other; by the end of the subject's name."""
+
 
 def narrower(sent: CommunicationDtype) -> Subject:
     return Subject(partial(ours, communication_dtype=sent), measures=True)
@@ -236,9 +243,7 @@ SUBJECTS = {
         lambda case: Messages(ours(case, backend="aot_eager", hardware=False), case.inputs), computes=False
     ),
     **{f"fsdp_compile-{name}": narrower(sent) for name, sent in NARROWER.items()},
-    "fsdp_compile-replicas": replicas(CommunicationDtype()),
-    "fsdp_compile-replicas-bf16": replicas(CommunicationDtype(all_reduce=torch.bfloat16)),
-    "fsdp_compile-replicas-int8": replicas(CommunicationDtype(all_reduce="int8")),
+    **{f"fsdp_compile-{name}": replicas(sent) for name, sent in REPLICAS.items()},
     "fsdp_compile-packed": Subject(partial(ours, hardware=False, collective_lowering="packed")),
     "fsdp_compile-grouped": Subject(partial(ours, hardware=False, collective_lowering="grouped")),
 }

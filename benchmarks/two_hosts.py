@@ -31,12 +31,11 @@ import harness
 from allocation import LIBRARY, build
 from harness import BACKWARD, FORWARD, OPTIMIZER, RANK, Reply, Team, Teams, milliseconds, seconds_of, spread
 from hosts import environment, on_host, shape, two_hosts
-from subjects import NARROWER, SUBJECTS
+from subjects import NARROWER, REPLICAS, SUBJECTS
 
 MODELS = ["gpt", "gpt-autocast", "mlp", "conv", "conv-large"]
 SPLIT = ["llama-split"]
-_REPLICAS = "replicas", "replicas-bf16", "replicas-int8"
-_ASKED_FOR = {f"fsdp_compile-{name}" for name in ("packed", "grouped", "kept", *_REPLICAS, *NARROWER)} | {
+_ASKED_FOR = {f"fsdp_compile-{name}" for name in ("packed", "grouped", "kept", *REPLICAS, *NARROWER)} | {
     "fsdp1-kept",
     "fsdp2-kept",
 }

@@ -124,31 +124,36 @@ def reduced_regions(
     offsets: Sequence[int],
     shapes: Sequence[Sequence[int]],
     world_size: int,
-    form: str,
+    asked: tuple[str, str],
     dtype: torch.dtype,
     numel: int,
     *,
     is_whole: bool,
-) -> list[Region]:
-    """The regions of packed gradients, by where each begins in a rank's part, of so many ranks.
+) -> tuple[list[Region], list[Region]]:
+    """The regions of packed gradients, by where each begins in a rank's part, of so many ranks; and of their sums.
 
-    There are none if nothing is sent in another form.
+    There are none if nothing is sent in another form. What was sent so is summed up in float32 at least.
 
     Args:
-        form: that is asked for; "" for none.
-        dtype: of what is packed, where the form is one of integers.
+        asked: the form that is asked for between ranks, and between replicas, which send each other sums; "" for none.
+        dtype: of what is packed, where a form is one of integers.
         numel: elements of a rank's part.
         is_whole: whether there is more in it than these gradients.
     """
-    if not is_integers(form):
-        return [Region(0, numel, 1, form)] if form else []
-    found = [
-        region_at(offset, shape, shard_numel(shape, world_size), form, dtype, numel)
-        for offset, shape in sorted(zip(offsets, shapes, strict=True))
-    ]
-    if not any(is_integers(region.form) for region in found):
-        return []
-    return _with_gaps(found, numel, dtype) if is_whole else found
+
+    def regions(form: str, dtype: torch.dtype) -> list[Region]:
+        if not is_integers(form):
+            return [Region(0, numel, 1, form)] if form else []
+        found = [
+            region_at(offset, shape, shard_numel(shape, world_size), form, dtype, numel)
+            for offset, shape in sorted(zip(offsets, shapes, strict=True))
+        ]
+        if not any(is_integers(region.form) for region in found):
+            return []
+        return _with_gaps(found, numel, dtype) if is_whole else found
+
+    of_ranks = regions(asked[0], dtype)
+    return of_ranks, regions(asked[1], torch.promote_types(dtype, torch.float32) if of_ranks else dtype)
 
 
 def _with_gaps(regions: Sequence[Region], numel: int, dtype: torch.dtype) -> list[Region]:

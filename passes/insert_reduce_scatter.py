@@ -61,9 +61,10 @@ class InsertReduceScatter:
         bucket, reduction, world_size, group, replicas = (ops.argument(node, name) for name in names)
         gradients = _gradients_of(node)
         dtype = ops.argument(node, "reduce_dtype") or ops.argument(node, "gradients")[0].meta["val"].dtype
+        regions, of_replicas = _sent_regions(node, dtype)
         if world_size == 1:
             result = ops.call(graph, ops.PACK, *gradients, 1, dtype, *forms.NO_REGIONS, like=node)
-        elif regions := _sent_regions(node, "reduce_form", dtype):
+        elif regions:
             result = _summed_up(graph, node, regions, dtype)
         else:
             axis = world_size, group
@@ -73,15 +74,14 @@ class InsertReduceScatter:
                 packed = ops.call(graph, ops.PACK, *gradients, world_size, dtype, *forms.NO_REGIONS, like=node)
                 pending = ops.call(graph, ops.REDUCE_SCATTER, packed, bucket, *axis, reduction, like=node)
             result = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
-        return _over_replicas(graph, node, result) if replicas > 1 else result
+        return _over_replicas(graph, node, result, of_replicas) if replicas > 1 else result
 
 
 def _summed_up(
     graph: torch.fx.Graph, node: torch.fx.Node, regions: list[forms.Region], dtype: torch.dtype
 ) -> torch.fx.Node:
     """The sum of what all ranks have sent this one in a form, or the mean."""
-    names = ("bucket", "reduction", "world_size", "group", "numel")
-    bucket, reduction, world_size, group, numel = (ops.argument(node, name) for name in names)
+    bucket, world_size, group = (ops.argument(node, name) for name in ("bucket", "world_size", "group"))
     form, arguments = ops.argument(node, "reduce_form"), forms.arguments_of(regions)
     packed = (forms.MESSAGE, *arguments) if forms.is_integers(form) else (forms.dtype_of_name(form), *forms.NO_REGIONS)
     is_fed_back = forms.is_integers(form) and ops.argument(node, "residual") is not None
@@ -92,28 +92,40 @@ def _summed_up(
     pending = ops.call(graph, ops.ALL_TO_ALL, sent, bucket, world_size, group, like=node)
     if is_fed_back:
         ops.call(graph, ops.KEEP, remainder, ops.argument(node, "residual"), bucket, like=node)
-    received = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
-    wide = torch.promote_types(dtype, torch.float32)
-    return ops.call(graph, ops.SUM_UP, received, bucket, *arguments, numel, world_size, wide, reduction, like=node)
+    return _sum_of(graph, node, pending, regions, world_size, dtype)
 
 
-def _over_replicas(graph: torch.fx.Graph, node: torch.fx.Node, sums: torch.fx.Node) -> torch.fx.Node:
+def _over_replicas(
+    graph: torch.fx.Graph, node: torch.fx.Node, sums: torch.fx.Node, regions: list[forms.Region]
+) -> torch.fx.Node:
     """The sum of what the ranks of each replica have summed up, or the mean."""
-    names = ("bucket", "reduction", "replicas", "replica_group", "numel", "all_reduce_form")
-    bucket, reduction, replicas, replica_group, numel, form = (ops.argument(node, name) for name in names)
-    axis, dtype = (replicas, replica_group), sums.meta["val"].dtype
-    if not (regions := _sent_regions(node, "all_reduce_form", dtype)):
+    names = ("bucket", "reduction", "replicas", "replica_group", "all_reduce_form")
+    bucket, reduction, replicas, replica_group, form = (ops.argument(node, name) for name in names)
+    axis = replicas, replica_group
+    if not regions:
         pending = ops.call(graph, ops.ALL_REDUCE, sums, bucket, *axis, reduction, like=node)
         return ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
-    arguments = forms.arguments_of(regions)
     if forms.is_integers(form):
-        sent = ops.call(graph, ops.NARROW, sums, bucket, *arguments, forms.MESSAGE, like=node)
+        sent = ops.call(graph, ops.NARROW, sums, bucket, *forms.arguments_of(regions), forms.MESSAGE, like=node)
     else:
         sent = ops.call(graph, ops.CAST, sums, forms.dtype_of_name(form), like=node)
     pending = ops.call(graph, ops.ALL_GATHER_SUMS, sent, bucket, *axis, like=node)
+    return _sum_of(graph, node, pending, regions, replicas, sums.meta["val"].dtype)
+
+
+def _sum_of(
+    graph: torch.fx.Graph,
+    node: torch.fx.Node,
+    pending: torch.fx.Node,
+    regions: list[forms.Region],
+    num_senders: int,
+    dtype: torch.dtype,
+) -> torch.fx.Node:
+    """The sum of what so many have sent of values in this dtype, or the mean, once it is there."""
+    bucket, reduction, numel = (ops.argument(node, name) for name in ("bucket", "reduction", "numel"))
+    arguments, wide = forms.arguments_of(regions), torch.promote_types(dtype, torch.float32)
     received = ops.call(graph, ops.WAIT, pending, like=node, value=pending.meta["val"])
-    wide = torch.promote_types(dtype, torch.float32)
-    return ops.call(graph, ops.SUM_UP, received, bucket, *arguments, numel, replicas, wide, reduction, like=node)
+    return ops.call(graph, ops.SUM_UP, received, bucket, *arguments, numel, num_senders, wide, reduction, like=node)
 
 
 def _gradients_of(node: torch.fx.Node, *, is_fed_back: bool = False) -> list[Any]:
@@ -122,13 +134,13 @@ def _gradients_of(node: torch.fx.Node, *, is_fed_back: bool = False) -> list[Any
     return [gradients, accumulated, residual if is_fed_back else None, *rest]
 
 
-def _sent_regions(node: torch.fx.Node, name_of_form: str, dtype: torch.dtype) -> list[forms.Region]:
-    """What each rank's part of gradients consists of, where `node` (reduce_gradient) has them sent in a form."""
-    names = ("gradients", "offsets", "world_size", "numel", "accumulated", name_of_form)
-    gradients, offsets, world_size, numel, accumulated, form = (ops.argument(node, name) for name in names)
+def _sent_regions(node: torch.fx.Node, dtype: torch.dtype) -> tuple[list[forms.Region], list[forms.Region]]:
+    """What each rank's part of gradients, and of their sums, consists of, where `node` (reduce_gradient) has forms."""
+    names = ("gradients", "offsets", "world_size", "numel", "accumulated", "reduce_form", "all_reduce_form")
+    gradients, offsets, world_size, numel, accumulated, *asked = (ops.argument(node, name) for name in names)
     shapes = [tuple(gradient.meta["val"].shape) for gradient in gradients]
-    is_whole = accumulated is not None
-    return forms.reduced_regions(offsets, shapes, world_size, form, dtype, numel, is_whole=is_whole)
+    forms_of_axes, is_whole = (asked[0], asked[1]), accumulated is not None
+    return forms.reduced_regions(offsets, shapes, world_size, forms_of_axes, dtype, numel, is_whole=is_whole)
 
 
 def _restore(graph: torch.fx.Graph, node: torch.fx.Node, reduced: torch.fx.Node) -> torch.fx.Node:

@@ -140,11 +140,6 @@ def _all_reduce(lowering: Lowering, node: torch.fx.Node) -> torch.fx.Node:
     return lowering.call(_c10d.all_reduce.default, gradient, reduction, group, like=node)
 
 
-def _all_gather_sums(lowering: Lowering, node: torch.fx.Node) -> torch.fx.Node:
-    sums, _, world_size, group = node.args
-    return lowering.call(_c10d.all_gather_into_tensor.default, sums, world_size, group, like=node)
-
-
 def _wait(lowering: Lowering, node: torch.fx.Node) -> torch.fx.Node | None:
     pending: Any = node.args[0]
     if pending.op == "placeholder":  # the caller's: what is returned is its memory
@@ -273,7 +268,7 @@ _RULES: dict[Any, Any] = {
     ops.REDUCE_SCATTER_GROUPED: _reduce_scatter_grouped,
     ops.ALL_REDUCE: _all_reduce,
     ops.ALL_TO_ALL: _all_to_all,
-    ops.ALL_GATHER_SUMS: _all_gather_sums,
+    ops.ALL_GATHER_SUMS: _all_gather,
     ops.SUM_UP: lower_forms.sum_up,
     ops.WAIT: _wait,
     ops.COPY_OUT: _copy_out,

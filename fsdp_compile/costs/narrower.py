@@ -104,10 +104,11 @@ def _bytes_of(node: torch.fx.Node, asked: CommunicationDtype) -> int | None:
 def _bytes_of_gather(node: torch.fx.Node, form: str) -> int | None:
     slots = [(ops.argument(out, "shape"), out.meta["val"].dtype) for out in ops.parameters_of(node)]
     is_narrow = node.meta["val"].dtype not in {dtype for _, dtype in slots}
-    if is_narrow or not form or (size := _total(slots, form, shards := ops.argument(node, "world_size"))) is None:
+    if is_narrow or not form:
         return None
-    num_bytes: int = shards * size
-    return num_bytes
+    world_size: int = ops.argument(node, "world_size")
+    size = _total(slots, form, world_size)
+    return None if size is None else world_size * size
 
 
 def _bytes_of_reduction(node: torch.fx.Node, form: str) -> int | None:

@@ -147,14 +147,10 @@ class Layout:
 
         The second are those in which replicas send each other their sums.
         """
-        _, of_shards, of_replicas = self.sent_forms
+        _, *asked = self.sent_forms
         offsets, shapes = [slot.offset for slot in self.slots], [slot.rows for slot in self.slots]
-
-        def regions(form: str, dtype: torch.dtype) -> list[forms.Region]:
-            return forms.reduced_regions(offsets, shapes, self.shards.size, form, dtype, self.numel, is_whole=True)
-
-        found = regions(of_shards, dtype)
-        return found, regions(of_replicas, torch.promote_types(dtype, torch.float32) if found else dtype)
+        size = self.shards.size
+        return forms.reduced_regions(offsets, shapes, size, (asked[0], asked[1]), dtype, self.numel, is_whole=True)
 
     def reduced_by(self, reduction: GradientReduction, *, sums: bool) -> GradientReduction:
         """What a reduction means for it, where collectives may sum only."""

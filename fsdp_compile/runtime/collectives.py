@@ -86,8 +86,8 @@ def reduce_packed(
     elif world_size > 1:
         packed = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(packed, reduction, world_size, group))
     if replicas > 1 and regions_of_replicas:
-        message = _joined([piece for region in regions_of_replicas for piece in _message_of_sums(packed, region)], 0)
-        received = gather_chunk(message, replicas, replica_group).view(replicas, -1)
+        message = _message(packed.view(1, -1), regions_of_replicas, None)
+        received = gather_chunk(message.view(-1), replicas, replica_group).view(replicas, -1)
         packed = _sum_of(received, packed, packed.numel(), reduction, regions_of_replicas)
     elif replicas > 1:
         packed = _c10d.wait_tensor(_c10d.all_reduce(packed, reduction, replica_group))
@@ -105,27 +105,24 @@ def _summed_up(
     """What `fsdp::sum_up` computes, from what all ranks send each other."""
     by_rank, numel = packed.view(world_size, -1), packed.numel() // world_size
     lost = None if residual is None else residual.data.view(world_size, -1)
-    sent = [
-        piece
-        for region in regions
-        for piece in _message(
-            by_rank[:, region.begin : region.end], region, None if lost is None else lost[:, region.begin : region.end]
-        )
-    ]
-    message = _joined(sent, 1)
+    message = _message(by_rank, regions, lost)
     part = [message.shape[1]] * world_size
     received = wait(all_to_all(message.view(-1), part, part, group)).view(world_size, -1)
     return _sum_of(received, packed, numel, reduction, regions)
 
 
-def _joined(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """A message of all of them, as bytes."""
-    return torch.cat([each.contiguous().view(forms.MESSAGE) for each in pieces], dim)
+def _message(by_rank: torch.Tensor, regions: Sequence[forms.Region], lost: torch.Tensor | None) -> torch.Tensor:
+    """What is sent to each rank, as bytes, with what earlier messages have lost of it: a row for each."""
 
+    def of(value: torch.Tensor, region: forms.Region) -> torch.Tensor:
+        return value[:, region.begin : region.end]
 
-def _message_of_sums(sums: torch.Tensor, region: forms.Region) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = forms.into_form(forms.eagerly, sums[region.begin : region.end], [], region, sums.dtype)
-    return found
+    sent = [
+        piece
+        for region in regions
+        for piece in _message_of_region(of(by_rank, region), region, None if lost is None else of(lost, region))
+    ]
+    return torch.cat([each.contiguous().view(forms.MESSAGE) for each in sent], 1)
 
 
 def _sum_of(
@@ -141,7 +138,7 @@ def _sum_of(
     return total / world_size if reduction == "avg" else total
 
 
-def _message(value: torch.Tensor, region: forms.Region, lost: torch.Tensor | None) -> list[torch.Tensor]:
+def _message_of_region(value: torch.Tensor, region: forms.Region, lost: torch.Tensor | None) -> list[torch.Tensor]:
     """The parts of what is sent of a region to every rank, with what earlier messages have lost of it."""
     lead = [value.shape[0]]
     if lost is None or not forms.is_integers(region.form):

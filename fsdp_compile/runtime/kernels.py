@@ -121,16 +121,11 @@ def _reduce_gradient(
     all_reduce_form: str,
 ) -> torch.Tensor:
     sent, shapes = reduce_dtype or gradients[0].dtype, [tuple(gradient.shape) for gradient in gradients]
-
-    def regions(form: str, dtype: torch.dtype) -> list[forms.Region]:
-        is_whole = accumulated is not None
-        return forms.reduced_regions(offsets, shapes, world_size, form, dtype, numel, is_whole=is_whole)
-
+    asked, is_whole = (reduce_form, all_reduce_form), accumulated is not None
+    regions, of_replicas = forms.reduced_regions(offsets, shapes, world_size, asked, sent, numel, is_whole=is_whole)
     packed = _pack(gradients, accumulated, None, bucket, parameters, offsets, numel, world_size, sent)
     axes = world_size, group, dtype, device, replicas, replica_group
-    of_shards = regions(reduce_form, sent)
-    of_replicas = regions(all_reduce_form, torch.promote_types(sent, torch.float32) if of_shards else sent)
-    return reduce_packed(packed, *axes, reduction, divisor, of_shards, residual, of_replicas)
+    return reduce_packed(packed, *axes, reduction, divisor, regions, residual, of_replicas)
 
 
 def _agreement_of(data: torch.Tensor) -> Agreement | None:

@@ -51,8 +51,8 @@ def of_unit(asked, name):
     return asked.get(name.rpartition(".")[0], asked[""]) if isinstance(asked, dict) else asked
 
 
-def losses_and_gradients(model, asked, step, summed=False):
-    """Of an unsharded model, on each rank's rows, by what the ranks would send each other."""
+def losses_and_gradients(model, asked, step, summed=False, size=1):
+    """Of an unsharded model, on each rank's rows, by what the ranks, and replicas of `size` ranks, send each other."""
     names = dict(model.named_parameters())
     losses, sent = [], {name: [] for name in names}
     for rank in range(dist.get_world_size()):
@@ -64,11 +64,18 @@ def losses_and_gradients(model, asked, step, summed=False):
             if gradient is not None:
                 sent[name].append(rounded(gradient, forms_of[name].reduce_form))
         losses.append(loss.detach())
+    sent = {name: sent_by_replicas(each, of_unit(asked, name).all_reduce_form, size) for name, each in sent.items()}
     of_all = {name: torch.stack(each).sum(0) / (1 if summed else len(each)) for name, each in sent.items() if each}
     return losses[dist.get_rank()], of_all
 
 
-def assert_trains_so(model, expected, asked, *, is_equal=False, summed=False):
+def sent_by_replicas(of_ranks, form, size):
+    """What replicas send each other, where they have a form for it: the means of their ranks."""
+    replicas = [of_ranks[first : first + size] for first in range(0, len(of_ranks), size)]
+    return [rounded(torch.stack(each).mean(0), form) for each in replicas] if form else of_ranks
+
+
+def assert_trains_so(model, expected, asked, *, is_equal=False, summed=False, size=1):
     """Losses, gradients and parameters, of a few steps; to the last bit if `is_equal`."""
     exact = {"rtol": 0, "atol": 0} if is_equal else {}
     same = torch.testing.assert_close if is_equal else assert_close_but_for_steps
@@ -76,7 +83,7 @@ def assert_trains_so(model, expected, asked, *, is_equal=False, summed=False):
     for step in STEPS:
         loss = model(*batch_of_rank(model, step))
         loss.backward()
-        expected_loss, gradients = losses_and_gradients(expected, asked, step, summed)
+        expected_loss, gradients = losses_and_gradients(expected, asked, step, summed, size)
         same(loss.detach(), expected_loss, **exact)
         for (name, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
             assert (parameter.grad is None) == (name not in gradients)
@@ -163,23 +170,6 @@ def test_replicas_reduce_in_float32_what_was_sent_in_integers(world_size):
     assert messages(model) == {"all_gather": {torch.int8}, "all_to_all": {torch.int8}, "all_reduce": {torch.float32}}
 
 
-def by_replicas(model, form, step, size):
-    """Losses and gradients of an unsharded model, of which replicas of so many ranks send each other their means."""
-    losses, means = [], {}
-    for first in range(0, dist.get_world_size(), size):
-        gradients = {}
-        for rank in range(first, first + size):
-            loss = model(*batch_of_rank(model, step, rank))
-            for name, one in zip(
-                dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True
-            ):
-                gradients.setdefault(name, []).append(one)
-            losses.append(loss.detach())
-        for name, each in gradients.items():
-            means.setdefault(name, []).append(rounded(torch.stack(each).mean(0), form))
-    return losses[dist.get_rank()], {name: torch.stack(each).mean(0) for name, each in means.items()}
-
-
 REPLICAS = {
     "int8": CommunicationDtype(all_reduce="int8"),
     "int4 and bf16": CommunicationDtype("int8", torch.bfloat16, all_reduce="int4"),
@@ -188,18 +178,7 @@ REPLICAS = {
 
 
 def assert_replicas_send_so(model, expected, asked, size, sent):
-    optimizers = sgd(model.parameters()), sgd(expected.parameters())
-    for step in STEPS:
-        loss = model(*batch_of_rank(model, step))
-        loss.backward()
-        expected_loss, gradients = by_replicas(expected, asked.all_reduce_form, step, size)
-        assert_close_but_for_steps(loss.detach(), expected_loss)
-        for (name, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
-            assert_close_but_for_steps(full(parameter.grad), gradients[name])
-            wanted.grad = gradients[name]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    assert_trains_so(model, expected, asked, size=size)
     assert messages(model)["all_gather_sums"] == {sent} and "all_reduce" not in messages(model)
     for parameter in model.parameters():  # replicas stay equal, to the last bit
         local = parameter.to_local().detach()
@@ -221,8 +200,7 @@ def test_replicas_send_each_other_what_their_ranks_have_summed_up(world_size, as
 @on_ranks(2)
 def test_parameters_that_every_rank_keeps_whole_are_reduced_so(world_size, asked):
     model = compiled(made(OddRows), sharding_strategy=ShardingStrategy.NO_SHARD, communication_dtype=REPLICAS[asked])
-    of_ranks = CommunicationDtype(reduce=REPLICAS[asked].all_reduce)
-    assert_trains_so(model, made(OddRows), of_ranks, is_equal=True)
+    assert_trains_so(model, made(OddRows), REPLICAS[asked], is_equal=True)
 
 
 @both_front_ends
