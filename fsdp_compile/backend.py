@@ -30,6 +30,7 @@ from .runtime import copies, kernels  # noqa: F401  these register the kernels o
 from .runtime.agreement import Agreement
 from .runtime.backward import CompiledBackward
 from .runtime.comparison import Statement
+from .runtime.compiled_once import one_at_a_time
 from .runtime.flat_shard import FlatShard, Shards
 from .runtime.modules import not_captured
 
@@ -142,7 +143,7 @@ def compile_graph(
 
     def begin(said: Said, dependence: Dependence | None, read: Callable[[], RewrittenGraphs]) -> None:
         backward.dependence = dependence
-        agreed.compare(said)
+        agreed.say(said)
         for sharding in filter(None, [reference() for reference in references]):
             sharding.made.append(read)
 
@@ -161,7 +162,9 @@ def compile_graph(
         records_cuda_graphs=config.records_cuda_graphs,
         keep=_keep(shardings, planner, agreed, on_found),
     )
-    return capture.compile(gm, example_inputs)
+    compiled = capture.compile(gm, example_inputs)
+    agreed.compare()  # when it is compiled: others may wait for that before they come here
+    return compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +193,18 @@ def _keep(
     def takes(call: KeptCall) -> bool:
         return planner is None or planner.takes(call.program, call.facts.undecided, call.facts.plan)
 
-    return Keep(str(planner.conditions if planner else None), facts, takes, on_found)
+    @contextmanager
+    def compiling(call: str) -> Iterator[bool]:
+        agreement = shardings[0].agreement
+        if agreement is None:
+            with one_at_a_time(call) as by_another:
+                yield by_another
+            return
+        agreement.await_compiled(call)
+        with one_at_a_time(f"{call} {agreement.job}") as by_another, agreement.compiling(None if by_another else call):
+            yield by_another
+
+    return Keep(str(planner.conditions if planner else None), facts, takes, on_found, compiling)
 
 
 def _refuse_newcomers(shardings: list[Sharding]) -> None:
@@ -202,16 +216,28 @@ def _refuse_newcomers(shardings: list[Sharding]) -> None:
 
 @dataclasses.dataclass
 class _Agreed:
-    """A graph, between the ranks of the models whose parameters it reads."""
+    """A graph, between the ranks of the models whose parameters it reads.
+
+    Attributes:
+        said: of what runs.
+        uncompared: what was said since the ranks have compared it.
+    """
 
     agreements: list[Agreement]
     said: Said = dataclasses.field(default_factory=Said)
+    uncompared: list[Said] = dataclasses.field(default_factory=list)
 
-    def compare(self, said: Said) -> None:
-        """Once it is rewritten, or found; RankError if another rank's has other collectives."""
+    def say(self, said: Said) -> None:
+        """Of a graph that was rewritten, or found."""
         self.said = said
-        for agreement in self.agreements if said.statement else ():
-            agreement.agree_on_graph(said.statement, said.groups)
+        self.uncompared.append(said)
+
+    def compare(self) -> None:
+        """Before it runs; RankError if another rank's has other collectives."""
+        for said in self.uncompared:
+            for agreement in self.agreements if said.statement else ():
+                agreement.agree_on_graph(said.statement, said.groups)
+        self.uncompared.clear()
 
     @contextmanager
     def running(self, is_forward: bool) -> Iterator[None]:

@@ -122,7 +122,7 @@ def test_a_long_loop_leaves_a_bounded_number_of_keys(tmp_path, kind):
 
         assert in_threads(again, store) == [len(numbers) // 3] * NUM_RANKS
         num_keys.append(store.num_keys())
-    assert num_keys[0] == num_keys[1] <= 4  # the news and an error that was raised last, and what a kind has of its own
+    assert num_keys[0] == num_keys[1] <= 5  # the news, the job, an error that was raised last, and one of a kind's own
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,35 @@ def test_what_the_first_rank_fails_with_is_told_to_the_others(error, on_others, 
     assert first is error
     for told in others:
         assert type(told) is on_others and text in str(told)
+
+
+def test_who_compiles_what_the_first_rank_waits_for_decides_in_its_place():
+    is_decided = threading.Event()
+
+    def decide(agreement):
+        def make():
+            is_decided.set()
+            return f"by {agreement.rank}"
+
+        call = "another" if agreement.rank == 1 else "the same"
+        agreement.await_compiled(call)
+        if agreement.rank == 0:
+            assert is_decided.wait(60)  # as long as another compiles
+            return agreement.decided_by_first([Line("a number")], make)
+        with agreement.compiling(None if agreement.rank == 3 else call):
+            return agreement.decided_by_first([Line("a number")], make)
+
+    assert in_threads(decide) == ["by 2"] * NUM_RANKS
+
+
+def test_a_rank_that_decides_otherwise_stops_the_others():
+    def decide(agreement):
+        statement = [Line("another number" if agreement.rank == 2 else "a number")]
+        return agreement.decided_by_first(statement, lambda: time.sleep(0.5) or "1")
+
+    for error in in_threads(decide):
+        assert isinstance(error, RankError)
+        assert "rank 2: another number" in str(error)
 
 
 def test_a_rank_that_does_not_decide_stops_the_others():

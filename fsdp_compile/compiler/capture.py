@@ -120,10 +120,11 @@ class Capture(Rewriting):
             patches, decompositions = {**AS_EAGER, **patches}, {}
         if keep is not None:
             conditions = f"{partitioner.uuid()} {keep.conditions} {None if paths is None else paths.leaves}"
-            kept = finding(conditions, partitioner.takes, partial(self._wrapped, partitioner))
+            wrap = partial(self._wrapped, partitioner)
+            kept = finding(conditions, partitioner.takes, wrap, partitioner.await_others)
         else:  # a hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`
             kept = torch._functorch.config.patch(enable_autograd_cache=False)
-        with kept, set_aside(), capturing(), phase("tracing") as tracing:
+        with partitioner.turn, kept, set_aside(), capturing(), phase("tracing") as tracing:
             compiled: Any = compile_fx(
                 gm,
                 example_inputs,
@@ -132,7 +133,7 @@ class Capture(Rewriting):
                 decompositions=decompositions,
             )
             if partitioner.found is not None:
-                tracing.remark = " (compiled before)"
+                tracing.remark = " (compiled by another process)" if partitioner.is_shared else " (compiled before)"
         if keep is not None and partitioner.found is not None:
             keep.on_found(partitioner.found)
         return compiled  # type: ignore[no-any-return]
@@ -149,8 +150,8 @@ class Capture(Rewriting):
         if kwargs.get("is_backward"):
             partitioner.note_arguments(graph)
         run = self._wrapped(partitioner, compiled, bool(kwargs.get("is_backward")))
-        if partitioner.file is not None:
-            make_known(run, compiled, partitioner.file)
+        if partitioner.file is not None and not make_known(run, compiled, partitioner.file):
+            partitioner.forget()
         return run
 
     def _wrapped(self, partitioner: Partitioner, compiled: Any, is_backward: bool) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..dependence import Dependence
@@ -57,12 +58,15 @@ class Keep:
         facts: of its graphs, and its program: what is to be known of them when they are found again.
         takes: whether the ranks run such a call now; called on all of them that find one.
         on_found: is called with what was found, before that runs.
+        compiling: while this process may have to compile a call of this name, and others wait for it; whether another
+            one has just done so.
     """
 
     conditions: str
     facts: Callable[[RewrittenGraphs, str], Any]
     takes: Callable[[KeptCall], bool]
     on_found: Callable[[KeptCall], None]
+    compiling: Callable[[str], AbstractContextManager[bool]]
 
     def write(
         self, graphs: RewrittenGraphs, program: str, gradients: Sequence[BucketGradient], arguments: Sequence[str]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -52,8 +52,10 @@ class Partitioner(CustomPartitionerFn):
     Attributes:
         keep: how the call is kept, and looked up; None: it is not.
         arguments: the names of what the backward takes.
-        found: what an earlier start has kept of the call, if it is this one.
-        file: what this start has kept of it.
+        found: what was kept of the call, if it is this one.
+        file: what this process has kept of it.
+        turn: is left with the compilation, or as soon as it is known that nothing is kept of it.
+        is_shared: whether another process has just had its turn.
     """
 
     def __init__(self, how: Rewriting, results: Results, paths: Paths | None, keep: Keep | None) -> None:
@@ -62,6 +64,8 @@ class Partitioner(CustomPartitionerFn):
         self.arguments: Sequence[str] = ()
         self.found: KeptCall | None = None
         self.file: str | None = None
+        self.turn = ExitStack()
+        self.is_shared = False
 
     def takes(self, data: bytes) -> bool:
         """Whether the call that was kept with this file is the one to run: then there is nothing to rewrite."""
@@ -75,7 +79,19 @@ class Partitioner(CustomPartitionerFn):
     def note_arguments(self, backward: torch.fx.GraphModule) -> None:
         names = _input_names(backward)
         if names != self.arguments:  # AOTAutograd has changed them since, and what was kept is of no use
-            self.arguments, self.file = names, None
+            self.arguments = names
+            self.forget()
+
+    def await_others(self, call: str) -> bool:
+        """See `autograd_cache.finding`."""
+        if self.keep is not None:
+            self.is_shared = self.turn.enter_context(self.keep.compiling(call))
+        return self.is_shared
+
+    def forget(self) -> None:
+        """Nothing is kept of the call: other processes compile it themselves, and need not wait for this one."""
+        self.file = None
+        self.turn.close()
 
     def __call__(
         self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -130,9 +146,12 @@ class Partitioner(CustomPartitionerFn):
         return forward.lowered, backward.lowered
 
     def _write(self, graphs: RewrittenGraphs, program: str) -> None:
-        self.file = None
+        file = None
         if self.keep is not None:  # of a call with several joint graphs, none is kept
-            self.file, self.keep = self.keep.write(graphs, program, self.gradients, self.arguments), None
+            file, self.keep = self.keep.write(graphs, program, self.gradients, self.arguments), None
+        if file is None:
+            self.forget()
+        self.file = file
 
     def static(self, half: torch.fx.GraphModule, indices: Sequence[int]) -> list[int]:
         """Which inputs of a half are at the same address whenever it runs, of those that Inductor takes for such.

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.compiler import is_compiling
 
 from ..layout.buckets import Layout
 from ..runtime.gradients import in_backward
@@ -59,7 +60,7 @@ class Running:
         if self.is_listing_sharded:
             return False
         if self.num_calls == 0:  # no forward; or one without a call of a module, which is computed again in a backward
-            return torch.is_grad_enabled() and not torch.compiler.is_compiling() and in_backward()
+            return torch.is_grad_enabled() and not is_compiling() and in_backward()
         return torch.is_grad_enabled() or not self.with_grad
 
     @not_captured
@@ -79,7 +80,7 @@ class Running:
             is_call: whether it is a call of a module.
             is_step: whether it begins a step, even in a method registered as a forward.
         """
-        is_traced = torch.compiler.is_compiling()
+        is_traced = is_compiling()
         if is_traced and not is_step:
             return function(*args, **kwargs)
         if not self.depth:
@@ -306,7 +307,7 @@ def original_class(generated: type) -> type:
 def _getter(name: str) -> Any:
     def get(module: nn.Module) -> torch.Tensor | None:
         read = module._fsdp_reads.get(name)  # type: ignore[union-attr,operator]
-        if read is None or not (torch.compiler.is_compiling() or module._fsdp_running):
+        if read is None or not (is_compiling() or module._fsdp_running):
             if name not in module._parameters:
                 raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
             return module._parameters[name]

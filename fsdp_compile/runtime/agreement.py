@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import CaptureError, ConfigError, RankError, one_line
 from ..progress import phase
 from . import gloo
-from .comparison import SAME, ComparisonKeys, Keys, Opened, Raised, Statement, difference, digest_of
+from .comparison import SAME, ComparisonKeys, Decision, Keys, Opened, Raised, Statement, difference, digest_of
 from .places import Place, Track, Visit, at, parted
 from .ranks import all_ranks
 from .watching import TICK, watch
+
+T = TypeVar("T")
 
 _LONGEST_PAUSE = 2.0
 """Seconds between two looks of a rank that waits for others, at most; at first it looks more often."""
@@ -91,6 +93,7 @@ class Agreement:
         failure: why the ranks cannot go on together, once they cannot.
         limit: seconds that a rank waits for the others.
         store: of the process group.
+        job: another for the same ranks in another job.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, store: Any) -> None:
@@ -100,6 +103,7 @@ class Agreement:
         self.limit: float = store.timeout.total_seconds()
         name = f"fsdp_compile/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
         self._keys = Keys(store, name)
+        self.job = self._keys.put_first("job", uuid.uuid4().hex)
         self._agreed: set[str] = set()
         self._num_compared = 0
         self._is_comparing = False
@@ -115,6 +119,7 @@ class Agreement:
         self._waits_since: float | None = None
         self._visit: Visit | None = None
         self._tracks: dict[str, Track] = {}
+        self._compiled: str | None = None
 
     def agree_on_graph(self, statement: Statement, groups: Iterable[str]) -> None:
         """Before a graph runs for the first time; `groups` are the names of the process groups of its collectives.
@@ -146,39 +151,60 @@ class Agreement:
     def decided_by_first(self, statement: Statement, make: Callable[[], str]) -> str:
         """What `make` returns on the first rank. The others do not call it: they wait, and are told.
 
+        A rank that compiles what the first one waits for (`compiling`) decides in its place.
+
         Args:
             statement: what is to be decided. Every rank makes it, at this point of its program.
 
         Raises:
-            RankError: as `agree`; or, on the other ranks, the first has raised another error than the following.
-            ConfigError, CaptureError: `make` raised it on the first rank.
+            RankError: as `agree`; or, on the other ranks, `make` has raised another error than the following.
+            ConfigError, CaptureError: `make` raised it.
         """
-        self.agree(statement)
-        if self.rank == self.ranks[0]:
-            return self._decide(make)
+        self.come_back()
         with self._comparing() as said:
-            first = f"rank {self.ranks[0]}, which decides for all,"
-            told = self._wait_for(said.decision, lambda: f"{first} has not come to a decision")
-            said.leave_decided()
-        error, text = json.loads(told)
-        if error is None:
-            return str(text)
-        if error in _ERRORS:
-            raise _ERRORS[error](text)
-        raise RankError(f"{first} raised {error}: {text}")
+            said.arrive(self.rank, self.num_run, statement)
+            by = f"rank {self.ranks[0]}, which decides for all,"
+            told = self._wait_for(
+                lambda: said.decision() or (_UNDECIDED if self._decides() else None),
+                lambda: f"{by} has not come to a decision",
+            )
+            if told is _UNDECIDED:
+                told = self._decide(said, make)
+            said.leave()
+        if told.error is None:
+            return told.text
+        if told.error in _ERRORS:
+            raise _ERRORS[told.error](told.text)
+        raise RankError(f"rank {told.rank}, which decides for all, raised {told.error}: {told.text}")
 
-    def _decide(self, make: Callable[[], str]) -> str:
-        said = self._comparison_number(self._num_compared)
+    def _decides(self) -> bool:
+        if self.rank == self.ranks[0]:
+            return True
+        return self._compiled is not None and self._keys.peek("awaited") == self._compiled
+
+    def _decide(self, said: ComparisonKeys, make: Callable[[], str]) -> Decision:
         try:
             made = make()
         except BaseException as e:  # the others wait for an answer, whatever it is
-            said.decide(type(e).__name__, str(e))
+            said.decide(Decision(str(e), type(e).__name__, self.rank))
+            said.leave()
             raise
-        else:
-            said.decide(None, made)
+        said.decide(Decision(made, rank=self.rank))
+        return said.decision() or Decision(made)
+
+    def await_compiled(self, call: str) -> None:
+        """Before this rank may wait for one that compiles a call of this name, and decides for the first in it."""
+        if self.rank == self.ranks[0]:
+            self._keys.put("awaited", call)
+
+    @contextlib.contextmanager
+    def compiling(self, call: str | None) -> Iterator[None]:
+        """While this rank compiles a call that others may wait for; None: they do not."""
+        before, self._compiled = self._compiled, call
+        try:
+            yield
         finally:
-            self._num_compared += 1
-        return made
+            self._compiled = before
 
     @contextlib.contextmanager
     def running(self, statement: Statement = (), place: Place | None = None) -> Iterator[None]:
@@ -366,7 +392,7 @@ class Agreement:
             self._num_compared += 1
             self._is_comparing = False
 
-    def _wait_for(self, ask: Callable[[], str | None], what_is_wrong: Callable[[], str]) -> str:
+    def _wait_for(self, ask: Callable[[], T | None], what_is_wrong: Callable[[], str]) -> T:
         """What `ask` returns, as soon as that is not None.
 
         A store's own waiting is not used: it keeps other threads from the store, and each time limit is printed.
@@ -377,7 +403,7 @@ class Agreement:
         with phase("waiting for the other ranks"):
             return self._asked_until_told(ask, what_is_wrong)
 
-    def _asked_until_told(self, ask: Callable[[], str | None], what_is_wrong: Callable[[], str]) -> str:
+    def _asked_until_told(self, ask: Callable[[], T | None], what_is_wrong: Callable[[], str]) -> T:
         begin, hears_at = time.monotonic(), TICK
         longest_pause = min(max(len(self.ranks) / _LOOKS_OF_ALL, 0.02), _LONGEST_PAUSE)
         while (found := ask()) is None:
@@ -397,8 +423,11 @@ class Agreement:
         return found
 
 
-_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
-"""What the first rank may raise for all."""
+_ERRORS: dict[str, type[Exception]] = {each.__name__: each for each in (ConfigError, CaptureError, RankError)}
+"""What a rank may raise for all."""
+
+_UNDECIDED = Decision("")
+"""What is to be decided by the rank that asks."""
 
 
 def _absent_text(absent: Sequence[int], rank: int) -> str:

@@ -1,6 +1,6 @@
 """Compiled calls in torch's cache of what AOTAutograd makes, each with what we keep beside it.
 
-A start that finds a call there neither traces nor rewrites it. Torch's entry names the code of forward and backward in
+Who finds a call there neither traces nor rewrites it. Torch's entry names the code of forward and backward in
 Inductor's cache, and a file of ours by the digest of its content. Entries and files are pickles, so code, and are read
 only where nobody else can write.
 
@@ -48,13 +48,19 @@ def keeps_calls() -> bool:
 
 
 @contextmanager
-def finding(conditions: str, takes: Callable[[bytes], bool], wrap: Callable[[Compiled, bool], Any]) -> Iterator[None]:
+def finding(
+    conditions: str,
+    takes: Callable[[bytes], bool],
+    wrap: Callable[[Compiled, bool], Any],
+    await_others: Callable[[str], bool],
+) -> Iterator[None]:
     """Inside, AOTAutograd finds calls that were kept, and makes an entry of one that was not.
 
     Args:
         conditions: what the compiled call follows from, besides what torch knows of.
         takes: whether what was kept beside a call says that it is the one; what this raises ends the compilation.
         wrap: what is done to the code of a forward, or (True) of a backward.
+        await_others: of a call that was not found, by name: whether another process has compiled it meanwhile.
     """
     key_of, lookup, load, post_compile = (
         autograd_cache.autograd_cache_key,
@@ -68,12 +74,17 @@ def finding(conditions: str, takes: Callable[[bytes], bool], wrap: Callable[[Com
         everything = f"{key} {sys.version} {conditions}"
         return f"a{hashlib.sha256(everything.encode()).hexdigest()}", lines
 
-    def if_taken(key: str, local: bool, remote: bool, *args: Any, **kwargs: Any) -> Any:
+    def look(key: str, local: bool, remote: bool, *args: Any) -> tuple[Any, bytes | None]:
         if not _is_ours(Path(AOTAutogradCache._get_tmp_dir_for_key(key))):
-            return None
-        found = lookup(key, local, False, *args, **kwargs)
-        data = None if found is None else _beside(found[0])
+            return None, None
+        found = lookup(key, local, False, *args)
+        return found, None if found is None else _beside(found[0])
+
+    def if_taken(key: str, *args: Any) -> Any:
         try:
+            found, data = look(key, *args)
+            if data is None and await_others(key):
+                found, data = look(key, *args)
             return found if data is not None and takes(data) else None
         except Exception as e:
             raise _PastTorch(e) from None
@@ -88,6 +99,8 @@ def finding(conditions: str, takes: Callable[[bytes], bool], wrap: Callable[[Com
         return wrap(post_compile(self, *args), self._is_backward())
 
     with ExitStack() as patched:
+        # Torch would make the entry when the first backward runs, for which the other ranks would have to wait.
+        patched.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
         patched.enter_context(patch.object(autograd_cache, "autograd_cache_key", with_conditions))
         patched.enter_context(patch.object(AOTAutogradCache, "_lookup", staticmethod(if_taken)))
         patched.enter_context(patch.object(FxGraphCacheLoadable, "load", load_joined))
@@ -105,12 +118,18 @@ class _PastTorch(BaseException):
         self.error = error
 
 
-def make_known(run: Any, compiled: Any, file: str | None) -> None:
-    """Let torch make an entry of `run`, which runs code that Inductor has compiled; `keep_beside` returned `file`."""
-    if (key := getattr(compiled, "_fx_graph_cache_key", None)) is not None:
-        run._fx_graph_cache_key = key
-        run._fx_graph_cache_debug_lines = [] if file is None else [f"{_FILE}{file}"]
-        run.guards_expr = getattr(compiled, "guards_expr", None)
+def make_known(run: Any, compiled: Any, file: str) -> bool:
+    """Let torch make an entry of `run`, which runs code that Inductor has compiled; whether that has kept the code.
+
+    Args:
+        file: what `keep_beside` returned.
+    """
+    if (key := getattr(compiled, "_fx_graph_cache_key", None)) is None:
+        return False
+    run._fx_graph_cache_key = key
+    run._fx_graph_cache_debug_lines = [f"{_FILE}{file}"]
+    run.guards_expr = getattr(compiled, "guards_expr", None)
+    return True
 
 
 def keep_beside(data: bytes) -> str | None:

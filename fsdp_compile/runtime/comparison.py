@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
+from ..errors import RankError
+
 SAME = "same"
 """The result of a comparison without a difference."""
 
@@ -123,6 +125,22 @@ class Opened:
 
 
 @dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a rank has decided for all, or the error that it raised, by name; of nobody where the ranks differ."""
+
+    text: str
+    error: str | None = None
+    rank: int | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.astuple(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Decision:
+        return cls(*json.loads(text))
+
+
+@dataclasses.dataclass(frozen=True)
 class ComparisonKeys:
     """The keys of one comparison in the store.
 
@@ -131,7 +149,7 @@ class ComparisonKeys:
     that all have said the same, unless there is a result. Then `count` goes on with those that have read the result,
     and the last of these deletes the keys.
 
-    In a comparison of its own the first rank of all writes a decision, which the others read.
+    Where something is to be decided, one of them writes a decision, and what they read is that, or how they differ.
     """
 
     number: int
@@ -179,18 +197,18 @@ class ComparisonKeys:
         if self.keys.add(self._key("count")) == 2 * self.num_ranks:
             if (first := self.opened()) is not None:
                 self.keys.delete(first.statement)
-            self._delete("first", "came", "result", "count")
+            self._delete("first", "came", "result", "count", "decision")
 
-    def decide(self, error: str | None, text: str) -> None:
-        self.keys.put(self._key("decision"), json.dumps([error, text]))
+    def decide(self, decision: Decision) -> None:
+        self.keys.put_first(self._key("decision"), decision.to_json())
 
-    def decision(self) -> str | None:
-        return self.keys.peek(self._key("decision"))
-
-    def leave_decided(self) -> None:
-        """Once this rank, which is not the first, has read the decision."""
-        if self.keys.add(self._key("count")) == self.num_ranks - 1:
-            self._delete("decision", "count")
+    def decision(self) -> Decision | None:
+        """What was decided, once it was; that the statements differ, once that is known."""
+        result = self.result()
+        if result is not None and result != SAME:
+            return Decision(result, RankError.__name__)
+        found = self.keys.peek(self._key("decision"))
+        return None if found is None else Decision.from_json(found)
 
     def _key(self, name: str) -> str:
         return f"{self.number}/{name}"

@@ -16,6 +16,8 @@ from .assembly import ASSEMBLE
 
 GATHERED = " gathered"
 
+_UNSHARD = torch.ops.fsdp.unshard.default
+
 
 @dataclasses.dataclass
 class Read:
@@ -78,14 +80,16 @@ def read_parameter(read: Read | LocalRead, module: nn.Module, name: str) -> torc
         dtype = parameter.dtype if read.is_full or read.dtype is None else read.dtype
         return parameter.to(dtype=dtype, device=read.device or parameter.device)  # type: ignore[no-any-return]
     is_frozen, is_distributed, feeds_back, parts, arguments = read.constants
-    if not read.shard.key:  # Dynamo guards on it: a graph knows the shards that it was compiled for
+    shard = read.shard
+    key = shard.key
+    if not key:  # Dynamo guards on it: a graph knows the shards that it was compiled for
         raise AssertionError("a shard without a key")
-    gradient = "none" if is_frozen else read.shard.gradient
-    accumulated, residual = read.shard.accumulated, read.shard.fed_back if feeds_back else None
-    tensors = read.shard.data, accumulated, residual
-    if read.shard.key.endswith(GATHERED):
+    gradient = "none" if is_frozen else shard.gradient
+    if key.endswith(GATHERED):
         arguments = *arguments, read.gathered
-    full: torch.Tensor = torch.ops.fsdp.unshard.default(*tensors, gradient, *arguments)
+    full: torch.Tensor = _UNSHARD(
+        shard.data, shard.accumulated, shard.fed_back if feeds_back else None, gradient, *arguments
+    )
     if parts is not None:
         full = ASSEMBLE(full, *parts)
     if not is_distributed or read.distribution is None:
