@@ -120,6 +120,7 @@ class Agreement:
         self._visit: Visit | None = None
         self._tracks: dict[str, Track] = {}
         self._compiled: str | None = None
+        self._decided: list[ComparisonKeys] = []
 
     def agree_on_graph(self, statement: Statement, groups: Iterable[str]) -> None:
         """Before a graph runs for the first time; `groups` are the names of the process groups of its collectives.
@@ -127,6 +128,7 @@ class Agreement:
         Raises:
             RankError: another rank is about to run other collectives, or runs what was agreed on before.
         """
+        self._compare_what_was_decided()
         self._raise_failure()
         self._groups.update(groups)
         watch(self)
@@ -140,18 +142,23 @@ class Agreement:
         Raises:
             RankError: it is not the same on all ranks, or a rank has not come within the time limit.
         """
+        self._compare_what_was_decided()
         self.come_back()
         with self._comparing() as said:
             said.arrive(self.rank, self.num_run, statement)
-            result = self._wait_for(said.result, lambda: _absent_text(said.absent(self.ranks), self.rank))
-            said.leave()
+            self._await_all(said)
+
+    def _await_all(self, said: ComparisonKeys) -> None:
+        result = self._wait_for(said.result, lambda: _absent_text(said.absent(self.ranks), self.rank))
+        said.leave()
         if result != SAME:
             raise RankError(result)
 
     def decided_by_first(self, statement: Statement, make: Callable[[], str]) -> str:
         """What `make` returns on the first rank. The others do not call it: they wait, and are told.
 
-        A rank that compiles what the first one waits for (`compiling`) decides in its place.
+        A rank that compiles what others may wait for waits for nobody but the first, and decides in its place if that
+        waits for the same: the ranks compare their statements when it is compiled.
 
         Args:
             statement: what is to be decided. Every rank makes it, at this point of its program.
@@ -168,9 +175,14 @@ class Agreement:
                 lambda: said.decision() or (_UNDECIDED if self._decides() else None),
                 lambda: f"{by} has not come to a decision",
             )
+            raised = None
             if told is _UNDECIDED:
-                told = self._decide(said, make)
-            said.leave()
+                told, raised = self._decide(said, make)
+            self._decided.append(said)
+        if self._compiled is None:
+            self._compare_what_was_decided()
+        if raised is not None:
+            raise raised
         if told.error is None:
             return told.text
         if told.error in _ERRORS:
@@ -182,15 +194,27 @@ class Agreement:
             return True
         return self._compiled is not None and self._keys.peek("awaited") == self._compiled
 
-    def _decide(self, said: ComparisonKeys, make: Callable[[], str]) -> Decision:
+    def _decide(self, said: ComparisonKeys, make: Callable[[], str]) -> tuple[Decision, Exception | None]:
+        """What this rank decides, and what it has raised over that; the others wait for an answer, whatever it is."""
+        raised = None
         try:
-            made = make()
-        except BaseException as e:  # the others wait for an answer, whatever it is
-            said.decide(Decision(str(e), type(e).__name__, self.rank))
-            said.leave()
-            raise
-        said.decide(Decision(made, rank=self.rank))
-        return said.decision() or Decision(made)
+            made = Decision(make(), rank=self.rank)
+        except BaseException as e:
+            made = Decision(str(e), type(e).__name__, self.rank)
+            if not isinstance(e, Exception):
+                raise
+            raised = e
+        finally:
+            said.decide(made)
+        return made, raised
+
+    def _compare_what_was_decided(self) -> None:
+        while self._decided:
+            self._is_comparing = True
+            try:
+                self._await_all(self._decided.pop())
+            finally:
+                self._is_comparing = False
 
     def await_compiled(self, call: str) -> None:
         """Before this rank may wait for one that compiles a call of this name, and decides for the first in it."""
