@@ -132,8 +132,8 @@ class Capture(Rewriting):
                 config_patches=patches,
                 decompositions=decompositions,
             )
-            if partitioner.found is not None:
-                tracing.remark = " (compiled by another process)" if partitioner.is_shared else " (compiled before)"
+            if partitioner.found is not None and not partitioner.is_shared:
+                tracing.remark = " (compiled before)"
         if keep is not None and partitioner.found is not None:
             keep.on_found(partitioner.found)
         return compiled  # type: ignore[no-any-return]

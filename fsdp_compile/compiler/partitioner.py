@@ -21,6 +21,7 @@ from ..passes import analysis, ops
 from ..passes.halves import copy_of
 from ..passes.pipeline import Pipeline
 from ..passes.plan import StepPlan
+from ..progress import phase
 from ..runtime.backward import BucketGradient
 from ..runtime.given import Results
 from ..runtime.inductor import generator_digest
@@ -85,7 +86,8 @@ class Partitioner(CustomPartitionerFn):
     def await_others(self, call: str) -> bool:
         """See `autograd_cache.finding`."""
         if self.keep is not None:
-            self.is_shared = self.turn.enter_context(self.keep.compiling(call))
+            with phase("waiting for another process, which compiles it"):
+                self.is_shared = self.turn.enter_context(self.keep.compiling(call))
         return self.is_shared
 
     def forget(self) -> None:
