@@ -18,6 +18,7 @@ from .compiler.inductor_options import inductor_options
 from .compiler.options import CompileConfig
 from .costs.at_hand import hardware_at_hand
 from .costs.hardware import Hardware
+from .costs.predict import Prediction
 from .environment import initialise_from_environment, local_world_size
 from .errors import CaptureError, ConfigError
 from .graphs import RewrittenGraphs
@@ -241,7 +242,7 @@ def _choose(model: nn.Module, mesh: DeviceMesh | None, options: Options) -> tupl
     inputs = _inputs_on(device, options.example_inputs)
     open_strategies = candidates(Rewriter(model, inputs, {}, chosen), shape, goal, None if is_given else ranks_per_node)
 
-    def choose() -> Choice:
+    def choose() -> Choice[Prediction]:
         try:
             with phase("choosing a strategy"):
                 return best_strategy(open_strategies, goal)
@@ -313,4 +314,4 @@ def rewrite(
         raise ConfigError("sharding_strategy='auto' needs hardware= to choose for")
     goal = Goal(hardware, options.schedule.memory_budget, "inductor")
     rewriter = Rewriter(model, args, kwargs, options, device)
-    return best_strategy(candidates(rewriter, world_size, goal, hardware.ranks_per_node), goal).graphs
+    return best_strategy(candidates(rewriter, world_size, goal, hardware.ranks_per_node), goal).prediction.graphs

@@ -175,6 +175,40 @@ def test_stages_of_a_pipeline_have_ranks_of_their_own(model, capsys):
     assert "of it in the pipeline" in note and "; dp=" in note
 
 
+def test_every_mesh_with_stages_that_are_whole_nodes(model, capsys):
+    arguments = ["--parallelize", "of_four", "--stages", "stages", "--gpus", "16", "--seq", "128"]
+    main(["plan", model, *arguments, "--mesh", "auto", "--global-batch", "32", "--json"])
+    said = capsys.readouterr()
+    rows = json.loads(said.out)["plans"]
+    assert {tuple(row["mesh"].items()) for row in rows} == {
+        *((("dp", 16 // tp),) + (("tp", tp),) * (tp > 1) for tp in (1, 2, 4)),
+        *((("dp", 8 // tp),) + (("tp", tp),) * (tp > 1) + (("pp", 2),) for tp in (1, 2, 4)),
+    }
+    assert "left out: dp=1,tp=8,pp=2: ConfigError: of_four()" in said.err
+    rates = [row["tokens_per_second_per_gpu"] for row in rows]
+    assert rates == sorted(rates, reverse=True)
+    with pytest.raises(SystemExit, match="--stages is for meshes with pp, and there is none"):
+        main(["plan", model, *arguments, "--gpus", "8", "--mesh", "auto", "--global-batch", "32"])
+
+
+def test_auto_is_one_strategy_for_all_stages(model, capsys, tmp_path):
+    """The fastest that fits, by the time and the memory of the pipeline."""
+    strategies = ["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"]
+    arguments = [model, "--seq", "128", "--mesh", "dp=4,pp=2", "--batch", "8"]
+    rows = {row["strategy"]: row for row in plan(capsys, *arguments, "--strategy", *strategies)["plans"]}
+    (chosen,) = plan(capsys, *arguments, "--strategy", "auto")["plans"]
+    assert chosen == rows[chosen["strategy"]]
+    assert chosen["seconds"] <= 1.01 * min(row["seconds"] for row in rows.values())
+    small = dataclasses.replace(
+        find_hardware("h100"), name="small", memory=int(1.06 * rows["FULL_SHARD"]["peak_bytes"])
+    )
+    assert small.memory < min(rows["NO_SHARD"]["peak_bytes"], rows["SHARD_GRAD_OP"]["peak_bytes"])
+    profile = tmp_path / "small.json"
+    profile.write_text(small.to_json())
+    main(["plan", *arguments, "--strategy", "auto", "--hardware", str(profile)])
+    assert "FULL_SHARD is the fastest on small that fits into" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_what_a_mesh_leaves_out_is_said(model, capsys):
     main(["plan", model, "--gpus", "16", "--mesh", "auto", "--parallelize", "of_four", "--global-batch", "8"])
     said = capsys.readouterr()
@@ -244,10 +278,6 @@ def test_what_does_not_fit_is_marked(model, capsys, tmp_path):
         (
             ["{path}:small", "--mesh", "dp=4,pp=2", "--batch", "3", "--micro-batch", "2"],
             "--micro-batch 2: the 3 rows of a rank are no multiple of it",
-        ),
-        (
-            ["{path}:small", "--mesh", "dp=4,pp=2", "--batch", "2", "--strategy", "auto"],
-            "--strategy auto is for models that are not cut into stages, and the mesh is dp=4,pp=2",
         ),
         (["{path}:small", "--mesh", "dp=4,pp=2", "--batch", "2", "--stages", "cut"], "has no function 'cut'"),
         (

@@ -81,17 +81,31 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def named_meshes(texts: Sequence[str], gpus: Sequence[int], ranks_per_node: int) -> list[MeshSizes]:
-    """What `--mesh` names. "auto" is every mesh of so many GPUs whose tensor parallelism stays within a node."""
+def named_meshes(
+    texts: Sequence[str], gpus: Sequence[int], ranks_per_node: int, *, has_stages: bool
+) -> list[MeshSizes]:
+    """What `--mesh` names.
+
+    "auto" is every mesh of so many GPUs whose tensor parallelism stays within a node, and, if `has_stages`, each of
+    them with pipelines of 2, 4, 8, ... stages that are whole nodes, too.
+    """
     found = []
     for text in texts:
-        if text != "auto":
+        if text == "auto":
+            found += [mesh for each in gpus for mesh in _all_meshes(each, ranks_per_node, has_stages)]
+        else:
             found.append(MeshSizes.of(text))
-            continue
-        splits = [size for size in range(1, ranks_per_node + 1) if ranks_per_node % size == 0]
-        pairs = itertools.product(gpus, splits)
-        found += [MeshSizes.of(f"dp={all_ranks // tp},tp={tp}") for all_ranks, tp in pairs if all_ranks % tp == 0]
     return found
+
+
+def _all_meshes(gpus: int, ranks_per_node: int, has_stages: bool) -> Iterator[MeshSizes]:
+    num_stages = [1]
+    while has_stages and gpus % (2 * num_stages[-1] * ranks_per_node) == 0:
+        num_stages.append(2 * num_stages[-1])
+    splits = [size for size in range(1, ranks_per_node + 1) if ranks_per_node % size == 0]
+    for tensor, stages in itertools.product(splits, num_stages):
+        if gpus % (tensor * stages) == 0:
+            yield MeshSizes(gpus // (tensor * stages), tensor, stages=stages)
 
 
 @contextmanager

@@ -7,8 +7,9 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..errors import CaptureError, ConfigError, one_line
 from ..module.equal_layers import EqualLayers
 from ..options import Options
 from ..planning.step_plans import Goal
-from ..planning.strategies import WorldSize, best_strategy, candidates
+from ..planning.strategies import STRATEGIES_OF_ALL_RANKS, Candidate, WorldSize, best_strategy, candidates
 from ..report import Schedule, page
 from ..rewriting import Economy, Rewriter
 from .meshes import (
@@ -125,7 +126,8 @@ class _Step:
 def _steps(options: argparse.Namespace, hardware: Hardware) -> Iterator[_Step]:
     meshes = [MeshSizes(gpus) for gpus in options.gpus]
     if options.mesh:
-        meshes = named_meshes(options.mesh, options.gpus, hardware.ranks_per_node)
+        has_stages = options.stages is not None
+        meshes = named_meshes(options.mesh, options.gpus, hardware.ranks_per_node, has_stages=has_stages)
     for mesh in meshes:
         batches = options.batch
         if options.global_batch is not None:
@@ -178,6 +180,18 @@ def _completed(options: argparse.Namespace, dims: Collection[str]) -> argparse.N
     return argparse.Namespace(**found)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stage:
+    """A stage of a pipeline, to be sharded over `ranks`; `received` as in `Stage`."""
+
+    rewriter: Rewriter
+    ranks: WorldSize
+    received: int
+
+    def shard_bytes(self, strategy: ShardingStrategy) -> tuple[int, int]:
+        return self.rewriter.shard_bytes(world_size=self.ranks, sharding_strategy=strategy)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Planner:
     """Predicts the steps of a model.
@@ -207,7 +221,7 @@ class _Planner:
             return self._predicted(step, self.rewriters[step.batch], ranks)
         assert isinstance(ranks, DeviceMesh)
         if step.mesh.stages > 1:
-            return _Planned(self._staged(step, root, ranks), step)
+            return self._staged(step, root, ranks)
         made = self._made(step.batch, root if step.mesh.splits_model else None)
         return self._predicted(step, self._rewriter(*made), meshes_of_modules(made[0], root, ranks))
 
@@ -231,8 +245,8 @@ class _Planner:
     def _predicted(self, step: _Step, rewriter: Rewriter, world_size: WorldSize) -> _Planned:
         if is_auto(step.strategy):
             goal = Goal(self.hardware, None, "inductor")
-            open_strategies = candidates(rewriter, world_size, goal, self.hardware.ranks_per_node)
-            choice = best_strategy(open_strategies, goal, optimizer=self.options.optimizer)
+            node, optimizer = self.hardware.ranks_per_node, self.options.optimizer
+            choice = best_strategy(candidates(rewriter, world_size, goal, node, optimizer), goal)
             return _Planned(choice.prediction, dataclasses.replace(step, strategy=choice.strategy.name), choice.reason)
         return _Planned(self._prediction(step, rewriter, world_size), step)
 
@@ -240,32 +254,53 @@ class _Planner:
         graphs = rewriter(world_size=world_size, sharding_strategy=ShardingStrategy[step.strategy])
         return predict(graphs, self.hardware, optimizer=self.options.optimizer)
 
-    def _staged(self, step: _Step, root: DeviceMesh, ranks: DeviceMesh) -> StagedStep:
-        """A step of a pipeline; equal stages are predicted once."""
+    def _staged(self, step: _Step, root: DeviceMesh, ranks: DeviceMesh) -> _Planned:
+        """A step of a pipeline, all of whose stages are sharded by one strategy."""
         number, rows, name = step.mesh.stages, self.options.micro_batch, self.options.stages
-        if is_auto(step.strategy):
-            raise ConfigError(
-                f"--strategy auto is for models that are not cut into stages, and the mesh is {step.mesh}"
-            )
         num_micro_batches = micro_batches(step.batch, rows, number)
         model, inputs, _ = self._made(rows, root if step.mesh.splits_model else None)
         assert self.functions.stages is not None
-        known: list[tuple[CutStage, Stage]] = []
-        stages: list[Stage] = []
-        for made in cut(self.functions.stages, name, model, inputs, number):
+        stages = self._stages(cut(self.functions.stages, name, model, inputs, number), root, ranks)
+
+        def predicted(of: _Step) -> StagedStep:
+            found = {
+                stage: Stage(self._prediction(of, stage.rewriter, stage.ranks), stage.received)
+                for stage in dict.fromkeys(stages)
+            }
+            of_all = [found[stage] for stage in stages]
+            return StagedStep(of_all, self.hardware, step.mesh.ranks_of_stage, num_micro_batches)
+
+        if not is_auto(step.strategy):
+            return _Planned(predicted(step), step)
+
+        def shard_bytes(strategy: ShardingStrategy) -> tuple[int, int]:
+            return max(stage.shard_bytes(strategy) for stage in stages)
+
+        open_steps = {each: dataclasses.replace(step, strategy=each.name) for each in STRATEGIES_OF_ALL_RANKS}
+        optimizer = self.options.optimizer
+        open_strategies = {
+            strategy: Candidate(partial(predicted, of), partial(shard_bytes, strategy), optimizer)
+            for strategy, of in open_steps.items()
+        }
+        choice = best_strategy(open_strategies, Goal(self.hardware, None, "inductor"))
+        return _Planned(choice.prediction, open_steps[choice.strategy], choice.reason)
+
+    def _stages(self, parts: Iterable[CutStage], root: DeviceMesh, ranks: DeviceMesh) -> list[_Stage]:
+        """What rewrites each of them: the same for equal ones."""
+        known: list[tuple[CutStage, _Stage]] = []
+        found = []
+        for made in parts:
             stage = next((stage for other, stage in known if made.is_equal_to(other)), None)
             if stage is None:
                 rewriter = self._rewriter(made.module, made.values, made.layers)
-                prediction = self._prediction(step, rewriter, meshes_of_modules(made.module, root, ranks))
-                stage = Stage(prediction, made.received)
+                stage = _Stage(rewriter, meshes_of_modules(made.module, root, ranks), made.received)
                 known.append((made, stage))
-            stages.append(stage)
-        return StagedStep(stages, self.hardware, step.mesh.ranks_of_stage, num_micro_batches)
+            found.append(stage)
+        return found
 
 
 def _row(prediction: Prediction | StagedStep, step: _Step, seq: int, dims: Mapping[str, str]) -> dict[str, Any]:
     mesh = step.mesh
-    peak = prediction.peak if isinstance(prediction, StagedStep) else prediction.memory.peak
     return {
         "gpus": mesh.num_ranks,
         "mesh": mesh.by_name if step.is_on_mesh else None,
@@ -280,7 +315,7 @@ def _row(prediction: Prediction | StagedStep, step: _Step, seq: int, dims: Mappi
         "model_collectives_seconds": prediction.model_collectives,
         "lower_bound_seconds": prediction.lower_bound,
         "binds": dims.get(prediction.binds, prediction.binds),
-        "peak_bytes": peak.total,
-        "peak_bytes_by_category": dict(peak.held),
-        "fits": peak.total <= prediction.hardware.memory,
+        "peak_bytes": prediction.peak.total,
+        "peak_bytes_by_category": dict(prediction.peak.held),
+        "fits": prediction.peak.total <= prediction.hardware.memory,
     }

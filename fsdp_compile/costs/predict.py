@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..graphs import RewrittenGraphs
 from .formulas import DEFINITIONS, Formula, formulas_of
 from .hardware import Hardware
-from .memory import CATEGORIES, Memory, memory_of
+from .memory import CATEGORIES, Memory, Moment, memory_of
 from .nodes import Compiler
 from .optimizers import find_optimizer, gradient_bytes, state_bytes
 from .timeline import COMPUTE, COPIES, Timeline, rings_of, simulate
@@ -45,6 +45,11 @@ class Prediction:
     @property
     def seconds(self) -> float:
         return self.timeline.seconds + self.optimizer_seconds
+
+    @property
+    def peak(self) -> Moment:
+        """The moment at which most is held."""
+        return self.memory.peak
 
     @property
     def lower_bound(self) -> float:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from ..checks import is_auto
 from ..costs.hardware import Hardware
+from ..costs.memory import Moment
 from ..costs.optimizers import find_optimizer
 from ..costs.predict import Prediction, bytes_text, predict, time_text
 from ..errors import ConfigError
@@ -31,12 +32,9 @@ from .step_plans import Goal
 WorldSize = int | tuple[int, int] | DeviceMesh | Mapping[str, DeviceMesh]
 
 _SIMPLE = 1.01  # strategies within this factor are as fast as each other; then the simpler one is better
-_IN_ORDER = (  # from the simplest
-    ShardingStrategy.NO_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.HYBRID_SHARD,
-)
+
+STRATEGIES_OF_ALL_RANKS = (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)
+"""Those that any number of ranks can have, from the simplest."""
 
 
 def check_example_inputs(strategy: object, example_inputs: object) -> None:
@@ -63,6 +61,19 @@ def check_open(reshard_after_forward: object, offload: OffloadConfig) -> None:
         raise ConfigError("sharding_strategy='auto' with offload_policy is not supported: give a strategy")
 
 
+class Step(Protocol):
+    """What is predicted of a step."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def peak(self) -> Moment: ...
+
+
+P = TypeVar("P", bound=Step)
+
+
 class Rewrites(Protocol):
     """What rewrites a call of a model, and says what its shards take (`rewriting.Rewriter`)."""
 
@@ -74,77 +85,77 @@ class Rewrites(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class Candidate(Generic[P]):
     """A strategy that may be chosen.
 
     Attributes:
-        rewrite: makes the graphs by it.
+        predict: says what a step by it takes.
         shard_bytes: says how many bytes a rank's shards take, and how many of these are trained.
+        optimizer: whose states a rank holds.
     """
 
-    rewrite: Callable[[], RewrittenGraphs]
+    predict: Callable[[], P]
     shard_bytes: Callable[[], tuple[int, int]]
+    optimizer: str
 
-    def least(self, optimizer: str) -> float:
+    @property
+    def least(self) -> float:
         """Bytes of shards and states of the optimizer, which a rank holds all the time."""
         held, trained = self.shard_bytes()
-        return held + find_optimizer(optimizer).states * trained
+        return held + find_optimizer(self.optimizer).states * trained
 
 
 def candidates(
-    rewrite: Rewrites, world_size: WorldSize, goal: Goal, ranks_per_node: int | None
-) -> dict[ShardingStrategy, Candidate]:
+    rewrite: Rewrites, world_size: WorldSize, goal: Goal, ranks_per_node: int | None, optimizer: str = "adam"
+) -> dict[ShardingStrategy, Candidate[Prediction]]:
     """The strategies that `world_size` ranks can have, from the simplest.
 
     Args:
         world_size: a pair (replicas, ranks to shard over) or a mesh is the same for every strategy.
         ranks_per_node: that hybrid sharding shards over; None for no hybrid sharding.
     """
-    sizes: dict[ShardingStrategy, WorldSize] = dict.fromkeys(_IN_ORDER[:3], world_size)
+    sizes: dict[ShardingStrategy, WorldSize] = dict.fromkeys(STRATEGIES_OF_ALL_RANKS, world_size)
     if isinstance(world_size, int) and ranks_per_node and 1 < ranks_per_node < world_size:
         num_nodes, left_over = divmod(world_size, ranks_per_node)
         if not left_over:
             sizes[ShardingStrategy.HYBRID_SHARD] = (num_nodes, ranks_per_node)
     # The budget as the memory of the hardware: what does not fit is planned to need least, and is no error.
     hardware = dataclasses.replace(goal.hardware, memory=goal.memory_budget or goal.hardware.memory)
+
+    def predicted(strategy: ShardingStrategy, size: WorldSize) -> Prediction:
+        graphs = rewrite(world_size=size, sharding_strategy=strategy, hardware=hardware)
+        return predict(graphs, goal.hardware, optimizer=optimizer, compiler=goal.compiler)
+
     return {
         strategy: Candidate(
-            partial(rewrite, world_size=size, sharding_strategy=strategy, hardware=hardware),
+            partial(predicted, strategy, size),
             partial(rewrite.shard_bytes, world_size=size, sharding_strategy=strategy),
+            optimizer,
         )
         for strategy, size in sizes.items()
     }
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(Generic[P]):
     """A strategy, what a step by it is predicted to take, and two sentences that say why it was chosen."""
 
     strategy: ShardingStrategy
-    prediction: Prediction
+    prediction: P
     reason: str
 
-    @property
-    def graphs(self) -> RewrittenGraphs:
-        return self.prediction.graphs
 
-
-def best_strategy(
-    candidates: Mapping[ShardingStrategy, Candidate],
-    goal: Goal,
-    *,
-    optimizer: str = "adam",
-) -> Choice:
+def best_strategy(candidates: Mapping[ShardingStrategy, Candidate[P]], goal: Goal) -> Choice[P]:
     """The fastest strategy whose predicted peak fits; without a memory budget, else the one that needs least.
 
     Raises:
         ConfigError: none fits into the memory budget.
     """
 
-    def predicted(strategy: ShardingStrategy) -> _Predicted:
-        return _Predicted.of(strategy, candidates[strategy].rewrite(), goal, optimizer)
+    def predicted(strategy: ShardingStrategy) -> _Predicted[P]:
+        return _Predicted(strategy, candidates[strategy].predict(), goal.limit)
 
-    least = {strategy: candidate.least(optimizer) for strategy, candidate in candidates.items()}
+    least = {strategy: candidate.least for strategy, candidate in candidates.items()}
     found = {strategy: predicted(strategy) for strategy in candidates if least[strategy] <= goal.limit}
     if not any(each.fits for each in found.values()):
         found = {strategy: found.get(strategy) or predicted(strategy) for strategy in candidates}
@@ -175,17 +186,12 @@ def best_strategy(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Predicted:
+class _Predicted(Generic[P]):
     strategy: ShardingStrategy
-    prediction: Prediction
-    fits: bool
+    prediction: P
+    limit: int
 
-    @classmethod
-    def of(cls, strategy: ShardingStrategy, graphs: RewrittenGraphs, goal: Goal, optimizer: str) -> _Predicted:
-        prediction = predict(graphs, goal.hardware, optimizer=optimizer, compiler=goal.compiler)
-        return cls(strategy, prediction, prediction.memory.peak.total <= goal.limit)
-
-    def chosen(self, why: str, texts: Mapping[ShardingStrategy, str]) -> Choice:
+    def chosen(self, why: str, texts: Mapping[ShardingStrategy, str]) -> Choice[P]:
         others = "; ".join(text for strategy, text in texts.items() if strategy is not self.strategy)
         reason = f"{self.strategy.name} {why}: {self.numbers}."
         return Choice(self.strategy, self.prediction, f"{reason} The others: {others}." if others else reason)
@@ -196,7 +202,11 @@ class _Predicted:
 
     @property
     def peak(self) -> int:
-        return self.prediction.memory.peak.total
+        return self.prediction.peak.total
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.limit
 
     @property
     def numbers(self) -> str:
@@ -207,7 +217,7 @@ class _Predicted:
         return f"{self.strategy.name} {self.numbers}{'' if self.fits else ', does not fit'}"
 
 
-def first_ranks_choice(mesh: DeviceMesh, choose: Callable[[], Choice]) -> tuple[ShardingStrategy, str]:
+def first_ranks_choice(mesh: DeviceMesh, choose: Callable[[], Choice[Prediction]]) -> tuple[ShardingStrategy, str]:
     """What `choose` returns on the first rank of the mesh, and why. Every rank of the mesh calls this.
 
     Raises:
