@@ -230,6 +230,8 @@ def erase_dead(graph: torch.fx.Graph) -> None:
 def copied(graph: torch.fx.Graph, node: torch.fx.Node, copy_of: Mapping[torch.fx.Node, torch.fx.Node]) -> torch.fx.Node:
     """Insert a call like `node` of these in the place of what it reads, with the value that this has."""
     found = graph.node_copy(node, copy_of.__getitem__)
+    if not node.all_input_nodes:
+        return found
     args, kwargs = torch.fx.map_arg((found.args, found.kwargs), lambda argument: argument.meta["val"])
     with torch.no_grad():
         value = found.target(*args, **kwargs)  # type: ignore[operator]

@@ -27,7 +27,7 @@ import torch.fx
 
 from . import analysis, metadata, ops
 from .merge_unshards import refuse_repeated_unshards
-from .scaled_reads import ScaledRead, by, scaled_reads
+from .scaled_reads import ScaledRead, by, is_reshape, scaled_reads
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -53,7 +53,7 @@ class CommuteScales:
 
 def _message(read: ScaledRead) -> tuple[object, ...]:
     """What maxima or scales have in common that are sent together."""
-    dtype = read.scale.meta["val"].dtype if read.along == "rows" else read.wide
+    dtype = read.read.meta["val"].dtype if read.along == "rows" else read.wide
     return ops.argument(read.unshard, "group"), read.along == "rows", dtype
 
 
@@ -103,13 +103,20 @@ def _reduce_maxima(
 def _gather_scales(
     graph: torch.fx.Graph, reads: list[ScaledRead], _: torch.fx.Node
 ) -> dict[torch.fx.Node, torch.fx.Node]:
-    """Insert the scales of a rank's own rows, and a gather of all of them; the rank's own, by what reads the shard."""
-    own = []
+    """Insert the scales of a rank's own rows, or of their blocks, and a gather of what is read of them.
+
+    Returns:
+        The scales, by what reads the shard.
+    """
+    own: list[torch.fx.Node] = []
+    scale_of_shard = {}
     for read in reads:
         copy_of = dict.fromkeys(read.maxima, ops.call(graph, _aten.amax.default, _magnitudes(graph, read), [1]))
         for node in read.chain:
-            copy_of[node] = analysis.copied(graph, node, copy_of)
-        own.append(copy_of[read.scale])
+            is_same = is_reshape(node)  # one number for each row
+            copy_of[node] = copy_of[node.all_input_nodes[0]] if is_same else analysis.copied(graph, node, copy_of)
+        own.append(copy_of[read.read])
+        scale_of_shard[read.unshard] = ops.call(graph, _aten.view.default, copy_of[read.scale], [read.num_rows, 1])
     sent = ops.call(graph, _aten.cat.default, own)
     value, (ranks, group) = sent.meta["val"], (ops.argument(reads[0].unshard, name) for name in ("world_size", "group"))
     gathered = value.new_empty(ranks * value.numel())
@@ -121,14 +128,11 @@ def _gather_scales(
         end = begin + read.num_rows
         rows = ops.call(graph, _aten.slice_copy.Tensor, by_rank, 1, begin, end)
         flat = ops.call(graph, _aten.view.default, rows, [ranks * read.num_rows])
-        scale = read.scale.meta["val"]
-        of_rows = ops.call(graph, _aten.slice.Tensor, flat, 0, 0, scale.numel())
-        read.scale.replace_all_uses_with(ops.call(graph, _aten.view.default, of_rows, list(scale.shape)))
+        value = read.read.meta["val"]
+        of_rows = ops.call(graph, _aten.slice.Tensor, flat, 0, 0, value.numel())
+        read.read.replace_all_uses_with(ops.call(graph, _aten.view.default, of_rows, list(value.shape)))
         begin = end
-    return {
-        read.unshard: ops.call(graph, _aten.view.default, scale, [read.num_rows, 1])
-        for read, scale in zip(reads, own, strict=True)
-    }
+    return scale_of_shard
 
 
 def _scale_shard(

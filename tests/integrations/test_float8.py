@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 from fsdp_compile import fsdp_compile, rewrite
 from fsdp_compile.costs import HARDWARE, explain, predict
@@ -58,6 +60,19 @@ def sent(graph):
     }
 
 
+class InMicroscaling(nn.Module):
+    """Blocks of 32 elements of a row share a scale, which is a power of two (OCP Microscaling Formats, 2023)."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.out = nn.Linear(32, 64), nn.Linear(32, 16)
+        self.down = MXFP8Linear(64, 32, bias=False, kernel_preference=KernelPreference.EMULATED)
+
+    def forward(self, x):
+        x = x.repeat(2, 1)  # there are blocks of rows, too
+        return self.out(torch.tanh(self.down(torch.tanh(self.up(x))))).square().mean()
+
+
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 NARROW = {"up.weight": torch.float8_e4m3fn, "down.weight": torch.float8_e4m3fn}
 OPTIONS = {
@@ -105,6 +120,19 @@ def test_scales_of_rows_and_columns(world_size, recipe):
     trained, _ = model.graphs
     assert NARROW.items() <= sent(trained.forward.graph).items()
     assert sent(trained.backward.graph)["down.weight"] == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_blocks_of_rows_in_the_forward(world_size, backend):
+    """The backward has blocks of columns, which ranks have parts of: its weights are gathered as they are."""
+    model, expected = fsdp_compile(made(InMicroscaling), backend=backend, **LINEAR), made(InMicroscaling)
+    if backend == "inductor":
+        expected.compile()
+    assert_trains_so(model, expected, is_equal=backend == "aot_eager")
+    trained, _ = model.graphs
+    assert sent(trained.forward.graph)["down.weight"] == torch.float8_e4m3fn
+    assert sent(trained.backward.graph)["down.weight"] == torch.float32
 
 
 def test_a_gather_carries_a_quarter_and_what_is_kept_stays_wide():

@@ -42,6 +42,23 @@ class Float8Rows(nn.Module):
         return self.trained(x @ (narrow.float() / scale))
 
 
+class Float8Blocks(nn.Module):
+    """A frozen weight of four rows, of which each half is read in float8 by a scale of its own, a power of two."""
+
+    def __init__(self, size=2, shape=(4, 2), dim=-1):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        self.trained, self.size, self.shape, self.dim = nn.Linear(4, 4, bias=False), size, shape, dim
+
+    def forward(self, x):
+        blocks = self.weight.view(*self.shape, self.size)
+        largest = blocks.abs().amax(self.dim).unsqueeze(self.dim)
+        exponent = torch.where(largest > 0, largest.log2().ceil(), 0.0).to(torch.int8)
+        narrow = (blocks * torch.exp2(8.0 - exponent.float())).clamp(-448.0, 448.0).to(F8)
+        wide = narrow.float() * torch.exp2(exponent.float() - 8.0)
+        return self.trained(x @ wide.view(4, 4))
+
+
 def traced(module, **options):
     return trace(module, rows(), policy=[], reshard={"": True}, **options)
 
@@ -161,24 +178,68 @@ forward(root/float32.frozen: f32[8], primals_2: f32[3,4], root/float32: f32[8])
   amax_default: f32[2] = amax(abs_default, [1])
   reciprocal_1: f32[2] = reciprocal(amax_default)
   mul_2: f32[2] = mul(reciprocal_1, 448.0)
+  view_default_1: f32[2,1] = view(mul_2, [2, 1])
   cat_default: f32[2] = cat([mul_2])
   all_gather_into_tensor_default: f32[4] = _c10d_functional.all_gather_into_tensor(cat_default, 2, shard)
   wait_tensor_default: f32[4] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
-  view_default_1: f32[2,2] = view(wait_tensor_default, [2, 2])
-  slice_copy_tensor: f32[2,2] = slice_copy(view_default_1, 1, 0, 2)
-  view_default_2: f32[4] = view(slice_copy_tensor, [4])
-  slice_tensor_1: f32[4] = slice(view_default_2, 0, 0, 4)
-  view_default_3: f32[1,4] = view(slice_tensor_1, [1, 4])
-  view_default_4: f32[2,1] = view(mul_2, [2, 1])
-  root/float32.frozen.scaled: f32[8] = fsdp.scale(root/float32.frozen, [view_default_4], [0])
+  view_default_2: f32[2,2] = view(wait_tensor_default, [2, 2])
+  slice_copy_tensor: f32[2,2] = slice_copy(view_default_2, 1, 0, 2)
+  view_default_3: f32[4] = view(slice_copy_tensor, [4])
+  slice_tensor_1: f32[4] = slice(view_default_3, 0, 0, 4)
+  view_default_4: f32[1,4] = view(slice_tensor_1, [1, 4])
+  root/float32.frozen.scaled: f32[8] = fsdp.scale(root/float32.frozen, [view_default_1], [0])
   weight: float8_e4m3fn[4,4] = fsdp.unshard(root/float32.frozen.scaled, 0)
   trained.weight: f32[4,4] = fsdp.unshard(root/float32, 0)
   permute: float8_e4m3fn[4,4] = permute(weight, [1, 0])
   convert_element_type_1: f32[4,4] = prims.convert_element_type(permute, f32)
-  div: f32[4,4] = div(convert_element_type_1, view_default_3)
+  div: f32[4,4] = div(convert_element_type_1, view_default_4)
   mm: f32[3,4] = mm(primals_2, div)
   permute_2: f32[4,4] = permute(trained.weight, [1, 0])
   mm_1: f32[3,4] = mm(mm, permute_2)
+  return [mm_1, mm]""",
+        )
+
+    def test_what_is_read_of_blocks_is_gathered(self):
+        """Exponents in a byte each, and not what a rank scales its own rows with."""
+        self.assertExpectedInline(
+            str(traced(Float8Blocks()).after(CommuteScales)),
+            """\
+forward(root/float32.frozen: f32[8], primals_2: f32[3,4], root/float32: f32[8])
+  slice_tensor: f32[8] = slice(root/float32.frozen, 0, 0, 8)
+  view_default: f32[4,2] = view(slice_tensor, [4, -1])
+  abs_default: f32[4,2] = abs(view_default)
+  amax_default: f32[4] = amax(abs_default, [1])
+  gt_1: b8[4] = gt.Scalar(amax_default, 0)
+  log2_1: f32[4] = log2(amax_default)
+  ceil_1: f32[4] = ceil(log2_1)
+  full_default_1: f32[] = full([], 0.0, dtype=f32, layout=torch.strided, device=cpu, pin_memory=False)
+  where_1: f32[4] = where.self(gt_1, ceil_1, full_default_1)
+  convert_element_type_4: i8[4] = prims.convert_element_type(where_1, i8)
+  convert_element_type_5: f32[4] = prims.convert_element_type(convert_element_type_4, f32)
+  sub_2: f32[4] = sub(8.0, convert_element_type_5)
+  exp2_2: f32[4] = exp2(sub_2)
+  view_default_1: f32[4,1] = view(exp2_2, [4, 1])
+  cat_default: i8[4] = cat([convert_element_type_4])
+  all_gather_into_tensor_default: i8[8] = _c10d_functional.all_gather_into_tensor(cat_default, 2, shard)
+  wait_tensor_default: i8[8] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+  view_default_2: i8[2,4] = view(wait_tensor_default, [2, 4])
+  slice_copy_tensor: i8[2,4] = slice_copy(view_default_2, 1, 0, 4)
+  view_default_3: i8[8] = view(slice_copy_tensor, [8])
+  slice_tensor_1: i8[8] = slice(view_default_3, 0, 0, 8)
+  view_default_4: i8[4,2,1] = view(slice_tensor_1, [4, 2, 1])
+  root/float32.frozen.scaled: f32[8] = fsdp.scale(root/float32.frozen, [view_default_1], [0])
+  weight: float8_e4m3fn[4,4] = fsdp.unshard(root/float32.frozen.scaled, 0)
+  trained.weight: f32[4,4] = fsdp.unshard(root/float32, 0)
+  view: float8_e4m3fn[4,2,2] = view(weight, [4, 2, 2])
+  convert_element_type_1: f32[4,2,1] = prims.convert_element_type(view_default_4, f32)
+  convert_element_type_3: f32[4,2,2] = prims.convert_element_type(view, f32)
+  sub_1: f32[4,2,1] = sub(convert_element_type_1, 8.0)
+  exp2_1: f32[4,2,1] = exp2(sub_1)
+  mul_1: f32[4,2,2] = mul(convert_element_type_3, exp2_1)
+  view_1: f32[4,4] = view(mul_1, [4, 4])
+  mm: f32[3,4] = mm(primals_2, view_1)
+  permute: f32[4,4] = permute(trained.weight, [1, 0])
+  mm_1: f32[3,4] = mm(mm, permute)
   return [mm_1, mm]""",
         )
 
@@ -255,6 +316,20 @@ OTHER_ROWS = {
         largest=lambda view, dim: view.abs().amax(dim, keepdim=True) + view.abs().amax(1 - dim, keepdim=True).t()
     ),
 }
+
+
+OTHER_BLOCKS = {
+    "more than a row": Float8Blocks(size=8, shape=(2,)),
+    "parts of several rows": Float8Blocks(size=4, shape=(2, 2), dim=1),
+    "every other element": Float8Blocks(size=2, shape=(4, 2), dim=1),
+}
+
+
+@pytest.mark.parametrize("module", OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
+def test_what_is_no_block_of_a_row_leaves_a_weight_wide(module):
+    for shape in ((8,), (4, 2), (2, 4)):
+        assert gathered(traced(Float8Blocks(shape=shape)))["weight"] == F8
+    assert gathered(traced(module))["weight"] == torch.float32
 
 
 @pytest.mark.parametrize("module", OTHER_ROWS.values(), ids=OTHER_ROWS)
