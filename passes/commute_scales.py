@@ -5,12 +5,13 @@
     Needs    one unshard per parameter (merge_unshards), none of which is a gather yet
     Keeps    every value to the last bit: the largest element is the largest of those of the parts, whose padding is 0,
              and it is the same whether elements are scaled, clamped and cast before they are put together or after
-    Cost     O(nodes); at the top of each half a small all-reduce, and a small gather of the scales of rows
+    Cost     O(nodes); at the top of each half a small all-reduce, and a small gather of the scales of rows or blocks
 
 Float8 training by torchao makes such programs (`scaled_reads`). Scales are computed from whole weights, in the forward
 and, where a weight is gathered again, in the backward. Maxima of whole weights and of columns are reduced. Rows are
-whole on their ranks: each computes the scales of its own, and all gather these. What else a unit holds travels in the
-same message as before.
+whole on their ranks, and so are equal blocks of a row: each rank computes the scales of its own, and all gather what
+the program reads of these, such as the exponents of MXFP8. What else a unit holds travels in the same message as
+before.
 
 A parameter stays wide where anything else reads it, such as the backward that it is kept for. So does a bucket that
 would not lose a quarter of its bytes, one of which a part is kept for the backward, and one whose shard is not on the
