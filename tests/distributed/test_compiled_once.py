@@ -15,8 +15,6 @@ from fsdp_compile.compiler.partitioner import Partitioner
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.planning import step_plans
 from tests.distributed.test_plans import SLOW
-from tests.distributed.training import assert_trains_as
-from tests.models import build
 from tests.ranks import on_ranks, run_on_ranks
 
 
@@ -87,29 +85,6 @@ def test_what_is_not_kept_all_trace_and_one_compiles():
     factor = time.time()
     found = run_on_ranks(3, compiled_and_found, factor)
     assert [sum(counts) for counts in zip(*found, strict=True)] == [2, 4], found
-
-
-class Rounded(nn.Module):
-    """A model whose results tell which call of it was compiled."""
-
-    def __init__(self, factor):
-        super().__init__()
-        self.inner, self.factor = build("gpt"), factor
-
-    def forward(self, *args):
-        return self.inner(*args) * self.factor
-
-
-@pytest.mark.parametrize("hardware", [False, SLOW], ids=["unplanned", "planned"])
-@on_ranks(4)
-def test_what_another_rank_has_compiled_trains_as_the_unsharded_model(world_size, hardware):
-    factor = never_seen() % 1
-    model, expected = Rounded(factor), Rounded(factor)
-    model.inputs = expected.inputs = expected.inner.inputs
-    made = []
-    with counting(made):
-        assert_trains_as(fsdp_compile(model, backend="inductor", hardware=hardware), expected)
-    assert what_ranks_made(made)["_rewritten"] == 1
 
 
 @on_ranks(3)
