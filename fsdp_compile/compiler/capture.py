@@ -124,7 +124,7 @@ class Capture(Rewriting):
             kept = finding(conditions, partitioner.takes, wrap, partitioner.await_others)
         else:  # a hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`
             kept = torch._functorch.config.patch(enable_autograd_cache=False)
-        with partitioner.turn, kept, set_aside(), capturing(), phase("tracing") as tracing:
+        with partitioner.turn, kept, set_aside(), capturing(), phase("tracing") as tracing, joined_kernels():
             compiled: Any = compile_fx(
                 gm,
                 example_inputs,

@@ -1,7 +1,8 @@
 """How the C++ kernels of generated code are compiled: many in a file.
 
 Inductor compiles each kernel as a file of its own. Most of that time, the compiler reads the same headers and links
-the same libraries, and most of a small model's first step on a CPU would be that.
+the same libraries, and most of a small model's first step on a CPU would be that. The files of a forward are compiled
+while Inductor generates the code of its backward.
 
 Private torch API, as of torch 2.11 to 2.15: how generated code asks for a kernel (`AsyncCompile.cpp_pybinding`), and
 how Inductor builds and loads an extension module for it.
@@ -15,12 +16,16 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+from ..progress import phase
 
 _MOST = 16
 """Kernels in a file: they take the compiler about twice as long as the headers do. Files are compiled side by side."""
@@ -30,8 +35,15 @@ _PLAIN = re.compile(r'\s*#include [<"][^\n]*cpp_prefix\.h[>"]\s+extern "C"\s+voi
 
 @contextlib.contextmanager
 def joined_kernels() -> Iterator[None]:
-    """Inside, generated code that is loaded has its C++ kernels compiled many in a file."""
+    """Inside, generated code that is loaded has its C++ kernels compiled many in a file; it can run when this is left.
+
+    Where this is inside itself, when the outermost is.
+    """
+    if _loading.get() is not None:
+        yield
+        return
     one_by_one, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+    loading = ExitStack()
 
     @functools.wraps(one_by_one)
     def cpp_pybinding(self: AsyncCompile, argtypes: list[str], source_code: str, *others: Any, **named: Any) -> Any:
@@ -43,12 +55,26 @@ def joined_kernels() -> Iterator[None]:
     @functools.wraps(wait)
     def wait_for_all(self: AsyncCompile, scope: dict[str, Any]) -> None:
         kernel_of_name = {name: value for name, value in scope.items() if isinstance(value, _Kernel)}
-        functions = _compiled(sorted(set(kernel_of_name.values()), key=lambda kernel: kernel.name))
-        scope.update({name: functions[kernel] for name, kernel in kernel_of_name.items()})
+        functions_of = _compiling(sorted(set(kernel_of_name.values()), key=lambda kernel: kernel.name))
+
+        def load() -> None:
+            functions = functions_of()
+            scope.update({name: functions[kernel] for name, kernel in kernel_of_name.items()})
+
+        loading.callback(load)
         wait(self, scope)
 
     with patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding), patch.object(AsyncCompile, "wait", wait_for_all):
-        yield
+        token = _loading.set(loading)
+        try:
+            yield
+        finally:
+            _loading.reset(token)
+            with phase("compiling the kernels"):
+                loading.close()  # whatever has happened: Inductor keeps generated code that was loaded
+
+
+_loading: ContextVar[ExitStack | None] = ContextVar("fsdp_compile_loading", default=None)
 
 
 def _is_plain(source: str) -> bool:
@@ -107,16 +133,21 @@ _HEADERS = """
 """What every part includes, too. It is included here first, or a part would have it inside its namespace."""
 
 
-def _compiled(kernels: Sequence[_Kernel]) -> dict[_Kernel, Callable[..., None]]:
+def _compiling(kernels: Sequence[_Kernel]) -> Callable[[], dict[_Kernel, Callable[..., None]]]:
+    """Begin to compile kernels; what is returned waits for them."""
     num_files = -(-len(kernels) // _MOST)
     files = [kernels[first::num_files] for first in range(num_files)]
     sources = [_HEADERS + "".join(kernel.part() for kernel in file) for file in files]
     submit = AsyncCompile.submit if get_compile_threads() > 1 else None  # in this thread, it would wait for itself
     loading = [_File.load_async(source, submit_fn=submit) for source in sources]
-    functions = {}
-    for file, load in zip(files, loading, strict=True):
-        library = load()
-        for kernel in file:
-            module = kernel.binding._load_library_inner(library.path, library.key)
-            functions[kernel] = getattr(module, kernel.name)
+
+    def functions() -> dict[_Kernel, Callable[..., None]]:
+        found = {}
+        for file, load in zip(files, loading, strict=True):
+            library = load()
+            for kernel in file:
+                module = kernel.binding._load_library_inner(library.path, library.key)
+                found[kernel] = getattr(module, kernel.name)
+        return found
+
     return functions

@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.exc import CppCompileError
 
 from fsdp_compile.runtime import joined_kernels
 from fsdp_compile.runtime.joined_kernels import _MOST, _File
@@ -57,6 +58,20 @@ def test_a_kernel_that_is_there_twice_is_compiled_once():
         kernels, num_files = loaded(adding(7), adding(8), adding(7))
     assert (num_files, parts.call_count) == (1, 2)
     assert all(map(is_added, kernels, (7, 8, 7)))
+
+
+def test_kernels_are_compiled_while_others_are_asked_for():
+    """As those of a forward while the code of its backward is generated; what fails is known when all are loaded."""
+    broken = adding(10).replace("+ 10.0f", "+ nothing")
+    with pytest.raises(CppCompileError, match="nothing"), joined_kernels.joined_kernels():
+        scopes = []
+        for source in (adding(9), broken, adding(11)):
+            with joined_kernels.joined_kernels():
+                compiler = AsyncCompile()
+                scopes.append({"kernel": compiler.cpp_pybinding(ARGUMENTS, source)})
+                compiler.wait(scopes[-1])
+            assert not callable(scopes[-1]["kernel"])
+    assert is_added(scopes[0]["kernel"], 9) and is_added(scopes[2]["kernel"], 11)
 
 
 def test_a_module_without_kernels_compiles_nothing():
