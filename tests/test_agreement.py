@@ -162,6 +162,20 @@ def test_who_compiles_what_the_first_rank_waits_for_decides_in_its_place():
     assert in_threads(decide) == ["by 2"] * NUM_RANKS
 
 
+def test_the_first_rank_goes_first_if_it_comes_soon():
+    came = []
+
+    def come(agreement, seconds):
+        if agreement.rank == 0:
+            time.sleep(seconds)
+        agreement.await_compiled(f"a call after {seconds} s")
+        came.append(agreement.rank)
+
+    in_threads(lambda agreement: come(agreement, 0.2))
+    in_threads(lambda agreement: come(agreement, 2))
+    assert came[0] == 0 and came[-1] == 0
+
+
 def test_a_rank_that_decides_otherwise_stops_the_others():
     def decide(agreement):
         statement = [Line("another number" if agreement.rank == 2 else "a number")]

@@ -61,6 +61,9 @@ _LOST = "Connection closed by peer", "Connection reset by peer"
 _LATE = "Timed out waiting"
 """What gloo says when a message does not come within the time limit of its group."""
 
+_COURTESY = 1.0
+"""Seconds for which a rank lets the first go first."""
+
 _PATIENCE = 10.0
 """Seconds for which a rank waits for one that has raised, before it gives up."""
 
@@ -217,9 +220,16 @@ class Agreement:
                 self._is_comparing = False
 
     def await_compiled(self, call: str) -> None:
-        """Before this rank may wait for one that compiles a call of this name, and decides for the first in it."""
+        """Before this rank may wait for one that compiles a call of this name, and decides for the first in it.
+
+        The first rank goes first, if it comes soon: it is the one whose progress and logs are looked at.
+        """
         if self.rank == self.ranks[0]:
             self._keys.put("awaited", call)
+            return
+        begin = time.monotonic()
+        while self._keys.peek("awaited") != call and time.monotonic() - begin < _COURTESY:
+            time.sleep(0.01)
 
     @contextlib.contextmanager
     def compiling(self, call: str | None) -> Iterator[None]:

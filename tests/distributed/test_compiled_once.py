@@ -95,7 +95,7 @@ def test_ranks_with_other_shapes_compile_for_themselves_by_the_plan_of_the_first
     with counting(made):
         model = fsdp_compile(Scaled(factor), backend="inductor", hardware=SLOW)
         if rank == 0:
-            time.sleep(0.5)
+            time.sleep(2)  # longer than the others let the first rank go first
         model(torch.randn(4 + rank, 8)).sum().backward()
     assert what_ranks_made(made) == {"_rewritten": 3, "find_plan": 1}
     assert made.count("find_plan") == (rank == 0)
@@ -109,7 +109,7 @@ def test_ranks_with_other_shapes_compile_for_themselves_by_the_plan_of_the_first
 def test_a_budget_that_nothing_fits_is_refused_on_all_ranks_whoever_plans(world_size, late):
     model = fsdp_compile(Scaled(never_seen()), backend="inductor", hardware=SLOW, memory_budget=1000)
     if dist.get_rank() == late:
-        time.sleep(0.5)
+        time.sleep(2)  # longer than the others let the first rank go first
     with pytest.raises(ConfigError, match="memory_budget of 1000 B: .* are missing"):
         model(torch.randn(4, 8))
 
@@ -121,7 +121,7 @@ def test_a_rank_that_the_first_waits_for_plans_in_its_place(world_size):
     with counting(made):
         model = fsdp_compile(Scaled(factor), backend="inductor", hardware=SLOW)
         if rank != 2:
-            time.sleep(0.5)
+            time.sleep(2)  # longer than the others let the first rank go first
         model(torch.randn(4, 8)).sum().backward()
     assert what_ranks_made(made) == {"_rewritten": 1, "find_plan": 1}
     assert made.count("find_plan") == (rank == 2)
