@@ -145,7 +145,7 @@ class Capture(Rewriting):
             partitioner.rewrite_inference(graph)
         if (static := kwargs.get("static_input_idxs")) is not None:
             kwargs["static_input_idxs"] = partitioner.static(graph, static)
-        with set_aside(), fast_matmuls(), whole_copies(), few_casts(), own_memory(), joined_kernels():
+        with set_aside(), fast_matmuls(), whole_copies(), few_casts(), own_memory():
             compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph, inputs)
         if kwargs.get("is_backward"):
             partitioner.note_arguments(graph)
@@ -195,7 +195,7 @@ def _generated(graph: torch.fx.GraphModule, inputs: Sequence[Any], arguments: di
     hits, misses = (counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss"))
     with phase(f"compiling the {'backward' if arguments.get('is_backward') else 'forward'}") as compiling:
         graph = outlined(graph)
-        with compiled_once(graph) as by_another:
+        with compiled_once(graph) as by_another, joined_kernels():
             compiled = compile_fx_inner(graph, inputs, **arguments)
         if counters["inductor"]["fxgraph_cache_hit"] > hits:
             compiling.remark = " (compiled by another process)" if by_another else " (from the cache)"
