@@ -244,11 +244,17 @@ class _Planner:
 
     def _predicted(self, step: _Step, rewriter: Rewriter, world_size: WorldSize) -> _Planned:
         if is_auto(step.strategy):
-            goal = Goal(self.hardware, None, "inductor")
             node, optimizer = self.hardware.ranks_per_node, self.options.optimizer
-            choice = best_strategy(candidates(rewriter, world_size, goal, node, optimizer), goal)
-            return _Planned(choice.prediction, dataclasses.replace(step, strategy=choice.strategy.name), choice.reason)
+            return self._best(step, candidates(rewriter, world_size, self._goal, node, optimizer))
         return _Planned(self._prediction(step, rewriter, world_size), step)
+
+    @property
+    def _goal(self) -> Goal:
+        return Goal(self.hardware, None, "inductor")
+
+    def _best(self, step: _Step, open_strategies: Mapping[ShardingStrategy, Candidate[Any]]) -> _Planned:
+        choice = best_strategy(open_strategies, self._goal)
+        return _Planned(choice.prediction, dataclasses.replace(step, strategy=choice.strategy.name), choice.reason)
 
     def _prediction(self, step: _Step, rewriter: Rewriter, world_size: WorldSize) -> Prediction:
         graphs = rewriter(world_size=world_size, sharding_strategy=ShardingStrategy[step.strategy])
@@ -282,8 +288,7 @@ class _Planner:
             strategy: Candidate(partial(predicted, of), partial(shard_bytes, strategy), optimizer)
             for strategy, of in open_steps.items()
         }
-        choice = best_strategy(open_strategies, Goal(self.hardware, None, "inductor"))
-        return _Planned(choice.prediction, open_steps[choice.strategy], choice.reason)
+        return self._best(step, open_strategies)
 
     def _stages(self, parts: Iterable[CutStage], root: DeviceMesh, ranks: DeviceMesh) -> list[_Stage]:
         """What rewrites each of them: the same for equal ones."""

@@ -148,12 +148,11 @@ class Partitioner(CustomPartitionerFn):
         return forward.lowered, backward.lowered
 
     def _write(self, graphs: RewrittenGraphs, program: str) -> None:
-        file = None
+        self.file = None
         if self.keep is not None:  # of a call with several joint graphs, none is kept
-            file, self.keep = self.keep.write(graphs, program, self.gradients, self.arguments), None
-        if file is None:
+            self.file, self.keep = self.keep.write(graphs, program, self.gradients, self.arguments), None
+        if self.file is None:
             self.forget()
-        self.file = file
 
     def static(self, half: torch.fx.GraphModule, indices: Sequence[int]) -> list[int]:
         """Which inputs of a half are at the same address whenever it runs, of those that Inductor takes for such.

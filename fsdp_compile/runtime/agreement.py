@@ -28,7 +28,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -96,7 +96,6 @@ class Agreement:
         failure: why the ranks cannot go on together, once they cannot.
         limit: seconds that a rank waits for the others.
         store: of the process group.
-        job: another for the same ranks in another job.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, store: Any) -> None:
@@ -106,7 +105,6 @@ class Agreement:
         self.limit: float = store.timeout.total_seconds()
         name = f"fsdp_compile/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
         self._keys = Keys(store, name)
-        self.job = self._keys.put_first("job", uuid.uuid4().hex)
         self._agreed: set[str] = set()
         self._num_compared = 0
         self._is_comparing = False
@@ -124,6 +122,11 @@ class Agreement:
         self._tracks: dict[str, Track] = {}
         self._compiled: str | None = None
         self._decided: list[ComparisonKeys] = []
+
+    @cached_property
+    def job(self) -> str:
+        """Another for the same ranks in another job."""
+        return self._keys.put_first("job", uuid.uuid4().hex)
 
     def agree_on_graph(self, statement: Statement, groups: Iterable[str]) -> None:
         """Before a graph runs for the first time; `groups` are the names of the process groups of its collectives.

@@ -28,8 +28,6 @@ from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from .joined_kernels import joined_kernels
-
 _IS_KNOWN = torch.__version__.startswith("2.13.")
 if _IS_KNOWN:
     from torch._functorch._aot_autograd.aot_autograd_result import FxGraphCacheLoadable
@@ -62,10 +60,9 @@ def finding(
         wrap: what is done to the code of a forward, or (True) of a backward.
         await_others: of a call that was not found, by name: whether another process has compiled it meanwhile.
     """
-    key_of, lookup, load, post_compile = (
+    key_of, lookup, post_compile = (
         autograd_cache.autograd_cache_key,
         AOTAutogradCache._lookup,
-        FxGraphCacheLoadable.load,
         FxGraphCacheLoadable.post_compile,
     )
 
@@ -89,11 +86,6 @@ def finding(
         except Exception as e:
             raise _PastTorch(e) from None
 
-    @functools.wraps(load)
-    def load_joined(self: Any, *args: Any) -> Any:
-        with joined_kernels():
-            return load(self, *args)
-
     @functools.wraps(post_compile)
     def wrapped(self: Any, *args: Any) -> Any:
         return wrap(post_compile(self, *args), self._is_backward())
@@ -103,7 +95,6 @@ def finding(
         patched.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
         patched.enter_context(patch.object(autograd_cache, "autograd_cache_key", with_conditions))
         patched.enter_context(patch.object(AOTAutogradCache, "_lookup", staticmethod(if_taken)))
-        patched.enter_context(patch.object(FxGraphCacheLoadable, "load", load_joined))
         patched.enter_context(patch.object(FxGraphCacheLoadable, "post_compile", wrapped))
         try:
             yield
