@@ -33,6 +33,7 @@ from ..runtime.inductor import fast_matmuls, few_casts, whole_copies
 from ..runtime.joined_kernels import joined_kernels
 from ..runtime.kernels import capturing
 from ..runtime.outlined_blocks import outlined, own_memory
+from ..runtime.pickled_graphs import runs_elsewhere
 from ..runtime.updates import updating
 from .garbage import set_aside
 from .inductor_options import AS_EAGER, KEEP_SCHEDULE
@@ -93,7 +94,7 @@ class Capture(Rewriting):
         refuse_writes(gm.graph, sharded_inputs(gm.graph, example_inputs))
         results = Results()
         paths = Paths.note(gm, example_inputs)
-        keep = self.keep if self.generates_code and _reads_shards(gm) and keeps_calls() else None
+        keep = self.keep if _reads_shards(gm) and keeps_calls() else None
         partitioner = Partitioner(self, results, paths, keep)
         compiled = self._compiled(gm, example_inputs, partitioner)
 
@@ -119,9 +120,11 @@ class Capture(Rewriting):
         if not self.generates_code:
             patches, decompositions = {**AS_EAGER, **patches}, {}
         if keep is not None:
-            conditions = f"{partitioner.uuid()} {keep.conditions} {None if paths is None else paths.leaves}"
+            leaves = None if paths is None else paths.leaves
+            conditions = f"{partitioner.uuid()} {keep.conditions} {leaves} {self.generates_code}"
             wrap = partial(self._wrapped, partitioner)
-            kept = finding(conditions, partitioner.takes, wrap, partitioner.await_others)
+            graph = None if self.generates_code else partial(_found_as_it_is, partitioner)
+            kept = finding(conditions, partitioner.takes, wrap, partitioner.await_others, graph)
         else:  # a hit in AOTAutograd's cache would bypass the partitioner, and with it `on_graphs`
             kept = torch._functorch.config.patch(enable_autograd_cache=False)
         with partitioner.turn, kept, set_aside(), capturing(), phase("tracing") as tracing, joined_kernels():
@@ -146,13 +149,18 @@ class Capture(Rewriting):
         if (static := kwargs.get("static_input_idxs")) is not None:
             kwargs["static_input_idxs"] = partitioner.static(graph, static)
         with set_aside(), fast_matmuls(), whole_copies(), few_casts(), own_memory():
-            compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph, inputs)
+            compiled = _generated(graph, inputs, kwargs) if self.generates_code else _as_it_is(graph)
         if kwargs.get("is_backward"):
             partitioner.note_arguments(graph)
         run = self._wrapped(partitioner, compiled, bool(kwargs.get("is_backward")))
-        if partitioner.file is not None and not make_known(run, compiled, partitioner.file):
+        if partitioner.file is not None and not self._made_known(run, compiled, graph, partitioner.file):
             partitioner.forget()
         return run
+
+    def _made_known(self, run: Any, compiled: Any, graph: torch.fx.GraphModule, file: str) -> bool:
+        if self.generates_code:
+            return make_known(run, compiled, file)
+        return runs_elsewhere(graph) and make_known(run, None, file)
 
     def _wrapped(self, partitioner: Partitioner, compiled: Any, is_backward: bool) -> Callable[..., Any]:
         run = below_autograd(compiled)
@@ -204,7 +212,12 @@ def _generated(graph: torch.fx.GraphModule, inputs: Sequence[Any], arguments: di
     return compiled
 
 
-def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _found_as_it_is(partitioner: Partitioner, is_backward: bool) -> Callable[..., Any]:
+    lowered = partitioner.found.graphs.lowered  # type: ignore[union-attr]  # it was taken
+    return _as_it_is(lowered.backward if is_backward else lowered.forward)  # type: ignore[arg-type]
+
+
+def _as_it_is(graph: torch.fx.GraphModule) -> Callable[..., Any]:
     """The graph without code generation; like compiled code, it lets go of every input after its last use.
 
     An input whose node has another name is assigned to that name first, and what it was called before lives on.
@@ -212,4 +225,4 @@ def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..
     copied = copy.deepcopy(graph.graph)
     for node in analysis.inputs(copied):
         node.target = node.name
-    return boxed_nop(torch.fx.GraphModule(graph, copied), list(inputs))
+    return boxed_nop(torch.fx.GraphModule(graph, copied), [])

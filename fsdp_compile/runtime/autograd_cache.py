@@ -1,8 +1,8 @@
 """Compiled calls in torch's cache of what AOTAutograd makes, each with what we keep beside it.
 
 Who finds a call there neither traces nor rewrites it. Torch's entry names the code of forward and backward in
-Inductor's cache, and a file of ours by the digest of its content. Entries and files are pickles, so code, and are read
-only where nobody else can write.
+Inductor's cache, and a file of ours by the digest of its content. Where no code is generated, the graphs in that file
+run. Entries and files are pickles, so code, and are read only where nobody else can write.
 
 Private torch API, as of torch 2.13: how entries are keyed, looked up, read and made. With another version nothing is
 kept.
@@ -51,6 +51,7 @@ def finding(
     takes: Callable[[bytes], bool],
     wrap: Callable[[Compiled, bool], Any],
     await_others: Callable[[str], bool],
+    graph: Callable[[bool], Compiled] | None,
 ) -> Iterator[None]:
     """Inside, AOTAutograd finds calls that were kept, and makes an entry of one that was not.
 
@@ -59,12 +60,11 @@ def finding(
         takes: whether what was kept beside a call says that it is the one; what this raises ends the compilation.
         wrap: what is done to the code of a forward, or (True) of a backward.
         await_others: of a call that was not found, by name: whether another process has compiled it meanwhile.
+        graph: what runs without generated code: the graph of a forward that was taken, or (True) of a backward. None:
+            their code is in Inductor's cache.
     """
-    key_of, lookup, post_compile = (
-        autograd_cache.autograd_cache_key,
-        AOTAutogradCache._lookup,
-        FxGraphCacheLoadable.post_compile,
-    )
+    key_of, lookup = autograd_cache.autograd_cache_key, AOTAutogradCache._lookup
+    load, post_compile = FxGraphCacheLoadable.load, FxGraphCacheLoadable.post_compile
 
     def with_conditions(*args: Any, **kwargs: Any) -> tuple[str, list[str]]:
         key, lines = key_of(*args, **kwargs)
@@ -86,15 +86,20 @@ def finding(
         except Exception as e:
             raise _PastTorch(e) from None
 
+    @functools.wraps(load)
+    def loaded(self: Any, *args: Any) -> Any:
+        return load(self, *args) if graph is None else graph(self._is_backward())
+
     @functools.wraps(post_compile)
-    def wrapped(self: Any, *args: Any) -> Any:
-        return wrap(post_compile(self, *args), self._is_backward())
+    def wrapped(self: Any, code: Any, *args: Any) -> Any:
+        return wrap(post_compile(self, code, *args) if graph is None else code, self._is_backward())
 
     with ExitStack() as patched:
         # Torch would make the entry when the first backward runs, for which the other ranks would have to wait.
         patched.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
         patched.enter_context(patch.object(autograd_cache, "autograd_cache_key", with_conditions))
         patched.enter_context(patch.object(AOTAutogradCache, "_lookup", staticmethod(if_taken)))
+        patched.enter_context(patch.object(FxGraphCacheLoadable, "load", loaded))
         patched.enter_context(patch.object(FxGraphCacheLoadable, "post_compile", wrapped))
         try:
             yield
@@ -110,12 +115,13 @@ class _PastTorch(BaseException):
 
 
 def make_known(run: Any, compiled: Any, file: str) -> bool:
-    """Let torch make an entry of `run`, which runs code that Inductor has compiled; whether that has kept the code.
+    """Let torch make an entry of `run`, which runs what was compiled; whether Inductor has kept its code.
 
     Args:
+        compiled: by Inductor; None: no code was generated.
         file: what `keep_beside` returned.
     """
-    if (key := getattr(compiled, "_fx_graph_cache_key", None)) is None:
+    if (key := "" if compiled is None else getattr(compiled, "_fx_graph_cache_key", None)) is None:
         return False
     run._fx_graph_cache_key = key
     run._fx_graph_cache_debug_lines = [f"{_FILE}{file}"]

@@ -1,7 +1,8 @@
 """Graphs as bytes, to be kept in files: of each node what our own code reads.
 
 Values of nodes are tensors without memory, as in the graphs that were written. Graphs in which sizes vary are not
-written. Private torch API, as of torch 2.11 to 2.15: the tensors without memory, and the classes of operators.
+written. Private torch API, as of torch 2.11 to 2.15: the tensors without memory, the classes of operators, and kernels
+of the user's in graphs.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._higher_order_ops.triton_kernel_wrap import TritonKernelWrapperFunctional, TritonKernelWrapperMutation
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _READ = ("val", "stack_trace", "original_aten", "seq_nr", "desc")  # and what is ours
 _FASTEST = 1  # level of compression
+_KERNELS = (TritonKernelWrapperMutation, TritonKernelWrapperFunctional)
 
 
 def dumps(value: object) -> bytes:
@@ -35,12 +38,18 @@ def dumps(value: object) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """What `dumps` has written; its graphs may be looked at, and do not run."""
+    """What `dumps` has written; of its graphs, those run that `runs_elsewhere`."""
     token = _mode.set(FakeTensorMode())
     try:
         return pickle.loads(zlib.decompress(data))
     finally:
         _mode.reset(token)
+
+
+def runs_elsewhere(gm: torch.fx.GraphModule) -> bool:
+    """Whether another process can run a graph: Triton kernels of the user's are numbers, in a table of this one."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+    return not any(isinstance(node.target, _KERNELS) for graph in graphs for node in graph.nodes)
 
 
 _mode: contextvars.ContextVar[FakeTensorMode] = contextvars.ContextVar("fsdp_compile_fake_mode")

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import fsdp_compile
 from fsdp_compile.compiler.partitioner import Partitioner
 from fsdp_compile.costs import HARDWARE
+from fsdp_compile.runtime.pickled_graphs import runs_elsewhere
 from tests.models import build, seeded
 from tests.ranks import join_fake_group
 
@@ -53,12 +54,12 @@ def num_rewritten(monkeypatch):
 def start(num_rewritten):
     """A start of a job: a step of a model with these options, and the parameters after it."""
 
-    def start(model=None, inputs=None, loss_of=lambda output: output, **options):
+    def start(model=None, inputs=None, loss_of=lambda output: output, backend="inductor", **options):
         torch._dynamo.reset()
         before = num_rewritten()
         model = Scaled() if model is None else model
         inputs = (rows(),) if inputs is None else inputs
-        model = fsdp_compile(model, backend="inductor", sync_module_states=False, **options)
+        model = fsdp_compile(model, backend=backend, sync_module_states=False, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss = loss_of(model(*inputs))
         loss.backward()
@@ -108,16 +109,21 @@ def assert_same(found, expected):
     assert found.graphs == expected.graphs
 
 
-def test_a_second_start_finds_the_call_and_computes_the_same(start):
-    first = start()
-    second = start()
+backends = pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+
+
+@backends
+def test_a_second_start_finds_the_call_and_computes_the_same(start, backend):
+    first = start(backend=backend)
+    second = start(backend=backend)
     assert not first.was_found and second.was_found
     assert_same(second, first)
 
 
-def test_a_transformer_is_found(start):
+@backends
+def test_a_transformer_is_found(start, backend):
     model = build("gpt")
-    starts = [start(build("gpt"), model.inputs(4, seed=0)) for _ in range(2)]
+    starts = [start(build("gpt"), model.inputs(4, seed=0), backend=backend) for _ in range(2)]
     assert [each.was_found for each in starts] == [False, True]
     assert_same(*starts)
 
@@ -136,8 +142,9 @@ class Checkpointed(Scaled):
         return x.sum()
 
 
-def test_checkpointed_layers_are_found(start):
-    starts = [start(Checkpointed()) for _ in range(2)]
+@backends
+def test_checkpointed_layers_are_found(start, backend):
+    starts = [start(Checkpointed(), backend=backend) for _ in range(2)]
     assert [each.was_found for each in starts] == [False, True]
     assert_same(*starts)
 
@@ -191,6 +198,7 @@ def test_a_call_without_gradients_is_found(start):
         {"collective_lowering": "grouped"},
         {"hardware": HARDWARE["h100"]},
         {"options": {"epilogue_fusion": False}},
+        {"backend": "aot_eager"},
         {"gradient_reduction": "sum"},
     ],
     ids=lambda changed: next(iter(changed)),
@@ -271,6 +279,35 @@ def test_a_call_whose_code_is_gone_is_compiled(start):
     second = start()
     assert not second.was_found
     assert_same(second, first)
+
+
+class Constant(Scaled):
+    """Its graph holds a tensor that is neither parameter nor buffer."""
+
+    def forward(self, x):
+        return super().forward(x + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]))
+
+
+def test_graphs_that_run_as_they_are_are_found_with_what_they_hold(start):
+    starts = [start(Constant(), backend="aot_eager") for _ in range(2)]
+    assert [each.was_found for each in starts] == [False, True]
+    assert_same(*starts)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_graphs_with_kernels_of_the_users_run_in_this_process_only(inside):
+    """A node has the number of its kernel in a table of this process."""
+    graph = torch.fx.Graph()
+    value = graph.placeholder("value")
+    kernel = torch.ops.higher_order.triton_kernel_wrapper_mutation
+    graph.call_function(kernel, kwargs={"kernel_idx": 0, "constant_args_idx": 0, "kwargs": {"out": value}})
+    graph.output(value)
+    gm = torch.fx.GraphModule({}, graph)
+    if inside:
+        outer = torch.fx.GraphModule({}, torch.fx.Graph())
+        outer.inner = gm
+        gm = outer
+    assert not runs_elsewhere(gm)
 
 
 @pytest.mark.parametrize("setting", [{"fx_graph_cache": False}, {"force_disable_caches": True}], ids=str)

@@ -58,13 +58,14 @@ def what_ranks_made(made):
     return {name: sum(each.count(name) for each in all_made) for name in ("_rewritten", "find_plan")}
 
 
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("options", [{}, {"hardware": SLOW}], ids=["unplanned", "planned"])
 @on_ranks(3)
-def test_one_rank_traces_rewrites_and_plans(world_size, options):
+def test_one_rank_traces_rewrites_and_plans(world_size, options, backend):
     made = []
     factor = never_seen()
     with counting(made):
-        model = fsdp_compile(Scaled(factor), backend="inductor", **options)
+        model = fsdp_compile(Scaled(factor), backend=backend, **options)
         model(torch.randn(4, 8)).sum().backward()
     assert what_ranks_made(made) == {"_rewritten": 1, "find_plan": len(options)}
     plans = [None] * world_size
