@@ -213,7 +213,7 @@ def _generated(graph: torch.fx.GraphModule, inputs: Sequence[Any], arguments: di
 
 
 def _found_as_it_is(partitioner: Partitioner, is_backward: bool) -> Callable[..., Any]:
-    lowered = partitioner.found.graphs.lowered  # type: ignore[union-attr]  # it was taken
+    lowered = partitioner.found.lowered  # type: ignore[union-attr]  # it was taken
     return _as_it_is(lowered.backward if is_backward else lowered.forward)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..dependence import Dependence
-from ..graphs import RewrittenGraphs
+from ..graphs import LoweredGraphs, RewrittenGraphs
 from ..runtime.autograd_cache import keep_beside
 from ..runtime.backward import BucketGradient
 from ..runtime.pickled_graphs import dumps, loads
@@ -28,7 +28,8 @@ class KeptCall:
         gradients: what its backward does with the gradients of each bucket.
         arguments: the names of what its backward takes.
         facts: what `Keep.facts` says of it.
-        written: the rewritten graphs, as bytes: few look at them.
+        scheduled: the rewritten graphs and their plan, as bytes: few look at them.
+        lowered_as_bytes: what the compiler received.
     """
 
     program: str
@@ -36,11 +37,17 @@ class KeptCall:
     arguments: Sequence[str]
     dependence: Dependence | None
     facts: Any
-    written: bytes
+    scheduled: bytes
+    lowered_as_bytes: bytes
 
     @functools.cached_property
     def graphs(self) -> RewrittenGraphs:
-        found: RewrittenGraphs = loads(self.written)
+        forward, backward, plan = loads(self.scheduled)
+        return RewrittenGraphs(forward, backward, self.lowered, plan, self.dependence)
+
+    @functools.cached_property
+    def lowered(self) -> LoweredGraphs:
+        found: LoweredGraphs = loads(self.lowered_as_bytes)
         return found
 
     @classmethod
@@ -73,7 +80,15 @@ class Keep:
     ) -> str | None:
         """Write the file of a call; its name. None where something in its graphs cannot be written."""
         try:
-            written, facts = dumps(graphs), self.facts(graphs, program)
-            return keep_beside(dumps(KeptCall(program, gradients, arguments, graphs.dependence, facts, written)))
+            call = KeptCall(
+                program,
+                gradients,
+                arguments,
+                graphs.dependence,
+                self.facts(graphs, program),
+                dumps((graphs.forward, graphs.backward, graphs.plan)),
+                dumps(graphs.lowered),
+            )
+            return keep_beside(dumps(call))
         except (pickle.PicklingError, TypeError, AttributeError):
             return None

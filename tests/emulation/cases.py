@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from typing import Any
 from unittest.mock import patch
 
@@ -56,8 +57,8 @@ def sharded(name: str, place: str | torch.device = DEVICE, **options: Any) -> nn
     return fsdp_compile(made(name).to(place), **options)
 
 
-def trained(name: str, **options: Any) -> dict[str, Any]:
-    """The gradients of a first step, then three steps of AdamW, against the eager model on the whole batches."""
+def trained(name: str, steps: Iterable[int] = STEPS, **options: Any) -> dict[str, Any]:
+    """The gradients of a first step, then steps of AdamW, against the eager model on the whole batches."""
     model, expected = sharded(name, **options), made(name)
     with counting() as counts:
         model(*training.batch_of_rank(model, 9)).backward()
@@ -65,8 +66,8 @@ def trained(name: str, **options: Any) -> dict[str, Any]:
         gradients = furthest(training.full_gradients(model), training.full_gradients(expected))
         for one in (model, expected):
             one.zero_grad()
-        losses = training.train(model, training.adamw(model.parameters()), STEPS)
-    wanted = training.train(expected, training.adamw(expected.parameters()), STEPS, training.global_batch)
+        losses = training.train(model, training.adamw(model.parameters()), steps)
+    wanted = training.train(expected, training.adamw(expected.parameters()), steps, training.global_batch)
     return {
         "losses": distance(training.mean_over_ranks(losses.float()), wanted),
         "gradients": gradients,
@@ -168,7 +169,7 @@ def without_waits(name: str) -> dict[str, Any]:
         return write(source_code.replace("torch.ops._c10d_functional.wait_tensor.default(", "id("), extra)
 
     with patch.object(PyCodeCache, "write", changed):
-        return trained(name)
+        return trained(name, range(1))
 
 
 def without_a_kernel(name: str) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def without_a_kernel(name: str) -> dict[str, Any]:
         return None if self is first[0] else run(self, *args, **kwargs)
 
     with patch.object(CachingAutotuner, "run", skipping):
-        return trained(name)
+        return trained(name, range(1))
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def _passes(setting):
 
 
 def test_a_case_that_fails_on_a_rank_has_its_traceback_and_the_next_one_runs():
-    cases = ["no_such_case odd_mlp", "trained odd_mlp"]
+    cases = ["no_such_case odd_mlp", "first_gradients odd_mlp"]
     failed, ran = run_cases(EMULATED, "gloo", 2, cases, time.monotonic() + 200)
     assert "no_such_case" in failed.error and "Traceback" in failed.error
     assert not ran.error and len(ran.found) == 2
