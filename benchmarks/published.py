@@ -234,7 +234,7 @@ def ranks_of(row: Row) -> Iterator[tuple[DeviceMesh | None, DeviceMesh | int]]:
     if row.split == 1:
         yield None, row.gpus
     else:
-        with mesh_of_fakes(MeshSizes(row.gpus // row.split, {"tp": row.split}), None) as ranks:
+        with mesh_of_fakes(MeshSizes(row.gpus // row.split, row.split), None) as ranks:
             yield ranks
 
 

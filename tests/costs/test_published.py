@@ -12,6 +12,8 @@ from fsdp_compile.costs.nodes import flops_of, kernels_of
 from fsdp_compile.passes import analysis
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import llama
 import mpt
 import published
 
@@ -92,7 +94,8 @@ def test_models_have_the_published_number_of_parameters(config, num_parameters):
 
 def test_the_script_prints_the_table_and_the_fit(capsys):
     selective = dataclasses.replace(ROW, checkpointing="selective", is_compiled=True)
-    published.main(["--only", "tiny", "--fit"], [ROW, selective])
+    split = dataclasses.replace(ROW, model=lambda: llama.Llama(llama.SMALL), split=2)
+    published.main(["--only", "tiny", "--fit"], [ROW, selective, split])
     lines = capsys.readouterr().out.splitlines()
-    assert sum("llm-foundry │ tiny" in line for line in lines) == 2
+    assert sum("llm-foundry │ tiny" in line for line in lines) == 3
     assert any(line.startswith("a100: efficiency 0.") for line in lines)
