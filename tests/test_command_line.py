@@ -175,6 +175,18 @@ def test_stages_of_a_pipeline_have_ranks_of_their_own(model, capsys):
     assert "of it in the pipeline" in note and "; dp=" in note
 
 
+def test_ranks_with_two_stages_of_a_pipeline_idle_less(model, capsys):
+    arguments = [model.replace("small", "deep"), "--seq", "128", "--batch", "8", "--strategy", "SHARD_GRAD_OP"]
+    main(["plan", *arguments, "--mesh", "dp=4,pp=2", "dp=4,pp=2x2", "--json"])
+    rows = {row["stages_of_rank"]: row for row in json.loads(capsys.readouterr().out)["plans"]}
+    assert [rows[number]["mesh"] for number in (1, 2)] == [{"dp": 4, "pp": 2}] * 2
+    assert rows[2]["idle_seconds"] < rows[1]["idle_seconds"]
+    held = [rows[number]["peak_bytes_by_category"]["shards"] for number in (1, 2)]
+    assert held[0] == held[1]
+    main(["plan", *arguments, "--mesh", "dp=4,pp=2x2"])
+    assert "dp=4,pp=2x2" in capsys.readouterr().out
+
+
 def test_every_mesh_with_stages_that_are_whole_nodes(model, capsys):
     arguments = ["--parallelize", "of_four", "--stages", "stages", "--gpus", "16", "--seq", "128"]
     main(["plan", model, *arguments, "--mesh", "auto", "--global-batch", "32", "--json"])
@@ -273,8 +285,14 @@ def test_what_does_not_fit_is_marked(model, capsys, tmp_path):
         ),
         (
             ["{path}:small", "--mesh", "dp=4,pp=2"],
-            "2 stages need as many micro-batches, and the 1 rows of a rank are",
+            "a pipeline of 2 stages needs as many micro-batches, and a step has 1: a rank has 1 rows, so change",
         ),
+        (
+            ["{path}:small", "--mesh", "dp=4,pp=2x2", "--batch", "5"],
+            "a step has 5, which is no multiple of 2: a rank has 5 rows, so change --batch or --micro-batch",
+        ),
+        (["{path}:small", "--mesh", "dp=4x2,pp=2"], "x has several stages on each rank of a pipeline, as in pp=4x2"),
+        (["{path}:small", "--mesh", "dp=4,pp=1x2"], "x has several stages on each rank of a pipeline, as in pp=4x2"),
         (
             ["{path}:small", "--mesh", "dp=4,pp=2", "--batch", "3", "--micro-batch", "2"],
             "--micro-batch 2: the 3 rows of a rank are no multiple of it",

@@ -19,7 +19,7 @@ from ..costs.predict import bytes_text, time_text
 from ..errors import ConfigError
 
 _NAMES = {"tp": "tensor", "ep": "expert"}  # of dimensions that a model is split over, and of their parallelism
-_SIZE = re.compile(r"(\w+)=([1-9]\d*)")
+_SIZE = re.compile(r"(\w+)=([1-9]\d*)(?:x([1-9]\d*))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,22 +30,27 @@ class MeshSizes:
         data: ranks with rows of their own, which parameters are sharded over.
         tensor: neighbours that split the model.
         experts: of the data ranks, how many neighbours split experts, which are sharded over the others.
-        stages: of a pipeline, each with as many ranks as the other dimensions have.
+        pipeline: how many neighbours, each with as many ranks as the other dimensions have, have stages of their own.
+        stages_of_rank: how many stages each has.
     """
 
     data: int
     tensor: int = 1
     experts: int = 1
-    stages: int = 1
+    pipeline: int = 1
+    stages_of_rank: int = 1
 
     @classmethod
     def of(cls, text: str) -> MeshSizes:
-        """As in "dp=32,tp=8", or in "dp=32,ep=8" of as many ranks as dp; ConfigError for another text."""
+        """As in "dp=32,tp=8", in "dp=32,ep=8" of as many ranks as dp, or in "dp=8,pp=4x2"; ConfigError for another."""
         matches = [_SIZE.fullmatch(part) for part in text.split(",")]
         sizes = {match[1]: int(match[2]) for match in matches if match is not None}
+        times = {match[1]: int(match[3]) for match in matches if match is not None and match[3]}
         if len(sizes) < len(matches) or next(iter(sizes)) != "dp" or not set(sizes) <= {"dp", "pp", *_NAMES}:
             raise ConfigError(f"--mesh is auto, or sizes of dp, tp, ep and pp, as in dp=32,tp=8; not {text!r}")
-        found = cls(sizes["dp"], sizes.get("tp", 1), sizes.get("ep", 1), sizes.get("pp", 1))
+        if not set(times) <= {"pp"} or (times and sizes["pp"] == 1):
+            raise ConfigError(f"--mesh {text}: x has several stages on each rank of a pipeline, as in pp=4x2")
+        found = cls(sizes["dp"], sizes.get("tp", 1), sizes.get("ep", 1), sizes.get("pp", 1), times.get("pp", 1))
         if found.data % found.experts:
             raise ConfigError(f"--mesh {text}: the ranks of ep are some of those of dp, whose number they divide")
         return found
@@ -56,12 +61,16 @@ class MeshSizes:
 
     @property
     def num_ranks(self) -> int:
-        return self.ranks_of_stage * self.stages
+        return self.ranks_of_stage * self.pipeline
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.stages_of_rank
 
     @property
     def by_name(self) -> dict[str, int]:
         """Without those of one rank, but for the data."""
-        others = {"tp": self.tensor, "ep": self.experts, "pp": self.stages}
+        others = {"tp": self.tensor, "ep": self.experts, "pp": self.pipeline}
         return {"dp": self.data, **{name: size for name, size in others.items() if size > 1}}
 
     @property
@@ -73,12 +82,13 @@ class MeshSizes:
         return [] if global_batch % self.data else [global_batch // self.data]
 
     def __str__(self) -> str:
-        return mesh_text(self.by_name)
+        return mesh_text(self.by_name, self.stages_of_rank)
 
 
-def mesh_text(sizes: Mapping[str, int]) -> str:
+def mesh_text(sizes: Mapping[str, int], stages_of_rank: int) -> str:
     """As `MeshSizes.of` reads it."""
-    return ",".join(f"{name}={size}" for name, size in sizes.items())
+    several = f"x{stages_of_rank}" if stages_of_rank > 1 else ""
+    return ",".join(f"{name}={size}" + several * (name == "pp") for name, size in sizes.items())
 
 
 def named_meshes(
@@ -87,7 +97,7 @@ def named_meshes(
     """What `--mesh` names.
 
     "auto" is every mesh of so many GPUs whose tensor parallelism stays within a node, and, if `has_stages`, each of
-    them with pipelines of 2, 4, 8, ... stages that are whole nodes, too.
+    them with pipelines of 2, 4, 8, ... stages that are whole nodes, too, one on each rank.
     """
     found = []
     for text in texts:
@@ -105,7 +115,7 @@ def _all_meshes(gpus: int, ranks_per_node: int, has_stages: bool) -> Iterator[Me
     splits = [size for size in range(1, ranks_per_node + 1) if ranks_per_node % size == 0]
     for tensor, stages in itertools.product(splits, num_stages):
         if gpus % (tensor * stages) == 0:
-            yield MeshSizes(gpus // (tensor * stages), tensor, stages=stages)
+            yield MeshSizes(gpus // (tensor * stages), tensor, pipeline=stages)
 
 
 @contextmanager
@@ -128,7 +138,7 @@ def mesh_of_fakes(sizes: MeshSizes, shards: int | None) -> Iterator[tuple[Device
         data = {"efsdp": sizes.data // sizes.experts, "ep": sizes.experts}
     elif shards is not None:
         data = {"dp_replicate": sizes.data // shards, "dp_shard": shards}
-    sizes_of_dims = {"pp": sizes.stages, **data, "tp": sizes.tensor}
+    sizes_of_dims = {"pp": sizes.pipeline, **data, "tp": sizes.tensor}
     dims = {name: size for name, size in sizes_of_dims.items() if size > 1 or name in data}
     dist.init_process_group("fake", rank=0, world_size=sizes.num_ranks)
     try:
@@ -187,4 +197,4 @@ def _text(row: Mapping[str, Any]) -> str:
     if not row["fits"]:
         parts.append(f"does not fit with {bytes_text(row['peak_bytes'])}")
     speed = f"{row['tokens_per_second_per_gpu']:.0f} tokens/s"
-    return f"{mesh_text(row['mesh'])} ({row['strategy']}, {speed}) " + ", ".join(parts)
+    return f"{mesh_text(row['mesh'], row['stages_of_rank'])} ({row['strategy']}, {speed}) " + ", ".join(parts)

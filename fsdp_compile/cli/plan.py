@@ -208,7 +208,7 @@ class _Planner:
     @classmethod
     def of(cls, options: argparse.Namespace, hardware: Hardware, steps: Sequence[_Step]) -> _Planner:
         splits_model = any(step.mesh.splits_model for step in steps)
-        has_stages = any(step.mesh.stages > 1 for step in steps)
+        has_stages = any(step.mesh.pipeline > 1 for step in steps)
         may_split = splits_model or "auto" in options.mesh
         options = _completed(options, ["tp or ep"] * may_split + ["pp"] * has_stages)
         parallelize, stages = options.parallelize if splits_model else None, options.stages if has_stages else None
@@ -220,7 +220,7 @@ class _Planner:
                 self.rewriters[step.batch] = self._rewriter(*self._made(step.batch, None))
             return self._predicted(step, self.rewriters[step.batch], ranks)
         assert isinstance(ranks, DeviceMesh)
-        if step.mesh.stages > 1:
+        if step.mesh.pipeline > 1:
             return self._staged(step, root, ranks)
         made = self._made(step.batch, root if step.mesh.splits_model else None)
         return self._predicted(step, self._rewriter(*made), meshes_of_modules(made[0], root, ranks))
@@ -262,11 +262,11 @@ class _Planner:
 
     def _staged(self, step: _Step, root: DeviceMesh, ranks: DeviceMesh) -> _Planned:
         """A step of a pipeline, all of whose stages are sharded by one strategy."""
-        number, rows, name = step.mesh.stages, self.options.micro_batch, self.options.stages
-        num_micro_batches = micro_batches(step.batch, rows, number)
-        model, inputs, _ = self._made(rows, root if step.mesh.splits_model else None)
+        mesh, rows, name = step.mesh, self.options.micro_batch, self.options.stages
+        num_micro_batches = micro_batches(step.batch, rows, mesh.pipeline, mesh.stages_of_rank)
+        model, inputs, _ = self._made(rows, root if mesh.splits_model else None)
         assert self.functions.stages is not None
-        stages = self._stages(cut(self.functions.stages, name, model, inputs, number), root, ranks)
+        stages = self._stages(cut(self.functions.stages, name, model, inputs, mesh.num_stages), root, ranks)
 
         def predicted(of: _Step) -> StagedStep:
             found = {
@@ -274,7 +274,7 @@ class _Planner:
                 for stage in dict.fromkeys(stages)
             }
             of_all = [found[stage] for stage in stages]
-            return StagedStep(of_all, self.hardware, step.mesh.ranks_of_stage, num_micro_batches)
+            return StagedStep(of_all, self.hardware, mesh.ranks_of_stage, num_micro_batches, mesh.stages_of_rank)
 
         if not is_auto(step.strategy):
             return _Planned(predicted(step), step)
@@ -309,6 +309,7 @@ def _row(prediction: Prediction | StagedStep, step: _Step, seq: int, dims: Mappi
     return {
         "gpus": mesh.num_ranks,
         "mesh": mesh.by_name if step.is_on_mesh else None,
+        "stages_of_rank": mesh.stages_of_rank,
         "batch": step.batch,
         "seq": seq,
         "strategy": step.strategy,

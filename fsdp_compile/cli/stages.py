@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..costs.stages import orders
 from ..errors import ConfigError
 from ..module.equal_layers import EqualLayers, are_equal, calls_counted
 from .models import naming
@@ -73,13 +74,12 @@ def _has_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def micro_batches(batch: int, rows: int, num_stages: int) -> int:
-    """How many micro-batches of so many rows a rank's batch is; ConfigError where they are too few for the stages."""
+def micro_batches(batch: int, rows: int, pp_size: int, stages_of_rank: int) -> int:
+    """How many micro-batches of so many rows a rank's batch is; ConfigError where a pipeline has no order for them."""
     if rows < 1 or batch % rows:
         raise ConfigError(f"--micro-batch {rows}: the {batch} rows of a rank are no multiple of it")
-    if batch // rows < num_stages:
-        raise ConfigError(
-            f"{num_stages} stages need as many micro-batches, and the {batch} rows of a rank are {batch // rows}: "
-            "raise --batch, or lower --micro-batch"
-        )
+    try:
+        orders(pp_size, stages_of_rank, batch // rows)
+    except ConfigError as e:
+        raise ConfigError(f"{e}: a rank has {batch} rows, so change --batch or --micro-batch") from e
     return batch // rows

@@ -39,7 +39,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     peak = f"{gib:.1f}" if gib >= 1 else f"{gib:.2g}"
     return {
         "GPUs": str(row["gpus"]),
-        "mesh": mesh_text(row["mesh"]) if row["mesh"] else "",
+        "mesh": mesh_text(row["mesh"], row["stages_of_rank"]) if row["mesh"] else "",
         "batch": str(row["batch"]),
         "strategy": row["strategy"],
         "ms": f"{row['seconds'] * 1e3:.1f}",

@@ -13,9 +13,10 @@ from fsdp_compile.passes import analysis
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import llama
 import mpt
 import published
+
+import llama
 
 TINY = mpt.MPTConfig(layers=2, dim=64, heads=4, vocab=128, seq=32)
 BATCH, PARAMETERS_OF_LAYER = 4, 12 * TINY.dim**2

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.pipelining.schedules import Schedule1F1B, _ComputationType
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, _ComputationType
 
 from fsdp_compile import rewrite
 from fsdp_compile.costs import find_hardware, predict
-from fsdp_compile.costs.stages import Stage, StagedStep, order_of_stage
+from fsdp_compile.costs.stages import Call, Stage, StagedStep, orders
 from fsdp_compile.costs.timeline import Timeline
 from fsdp_compile.errors import ConfigError
 from fsdp_compile.passes import ops
@@ -25,16 +25,35 @@ def test_the_order_of_calls_is_that_of_torch(num_stages, num_micro_batches):
     """Torch (2.13) counts the forwards of its last stage from 1 where it lists them, and runs them from 0."""
     schedule = Schedule1F1B.__new__(Schedule1F1B)
     schedule._num_stages, schedule._n_microbatches = num_stages, num_micro_batches
+    expected = schedule._get_pipeline_order()
+    for index, found in enumerate(orders(num_stages, 1, num_micro_batches)[:-1]):
+        assert found == calls(expected[index])
+
+
+@pytest.mark.parametrize("pp_size, stages_of_rank, num_micro_batches", [(2, 2, 4), (4, 3, 8), (4, 2, 10), (4, 2, 3)])
+def test_the_order_of_interleaved_calls_is_that_of_torch(pp_size, stages_of_rank, num_micro_batches):
+    schedule = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = (
+        pp_size,
+        stages_of_rank,
+        num_micro_batches,
+    )
+    schedule.microbatches_per_round = num_micro_batches // max(1, num_micro_batches // pp_size)
+    for pp_rank, found in enumerate(orders(pp_size, stages_of_rank, num_micro_batches)):
+        assert found == calls(schedule._calculate_single_rank_operations(pp_rank))
+
+
+def calls(actions):
     names = {_ComputationType.FORWARD: "forward", _ComputationType.FULL_BACKWARD: "backward"}
-    orders = schedule._get_pipeline_order()
-    for index in range(num_stages - 1):
-        actions = [action for action in orders[index] if action is not None and action.computation_type in names]
-        expected = [(names[action.computation_type], action.microbatch_index) for action in actions]
-        assert order_of_stage(index, num_stages, num_micro_batches) == expected
+    return [
+        Call(action.stage_index, names[action.computation_type], action.microbatch_index)
+        for action in actions
+        if action is not None and action.computation_type in names
+    ]
 
 
 def test_the_last_stage_computes_a_backward_after_each_forward():
-    assert order_of_stage(1, 2, 2) == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+    assert orders(2, 1, 2)[1] == [(1, "forward", 0), (1, "backward", 0), (1, "forward", 1), (1, "backward", 1)]
 
 
 @dataclasses.dataclass
@@ -61,6 +80,16 @@ def test_equal_stages_idle_as_long_as_a_micro_batch_passes_the_others():
     assert step.idle == pytest.approx(3 * 3.0)
     assert step.seconds == pytest.approx(8 * 3.0 + 3 * 3.0 + 5.0)
     assert (step.lower_bound, step.binds) == (8 * 3.0 + 5.0, "compute")
+
+
+@pytest.mark.parametrize("stages_of_rank", [2, 4])
+def test_stages_of_which_each_rank_has_several_idle_for_a_part_of_that(stages_of_rank):
+    """1/V of it, as in the same paper; the parts of a stage take 1/V of its time."""
+    seconds = 1.0 / stages_of_rank, 2.0 / stages_of_rank
+    stages = [Timed(*seconds, prediction=Mock(optimizer_seconds=5.0 / stages_of_rank))] * (4 * stages_of_rank)
+    step = StagedStep(stages, FREE, 1, 8, stages_of_rank)
+    assert step.idle == pytest.approx(3 * 3.0 / stages_of_rank)
+    assert step.seconds == pytest.approx(8 * 3.0 + 3 * 3.0 / stages_of_rank + 5.0)
 
 
 def test_the_slowest_stage_sets_the_pace():
@@ -111,6 +140,27 @@ def test_a_stage_holds_what_its_micro_batches_save_and_the_gradients_of_those_be
     assert three.total - one.total == 2 * (saved + 1000 + 100)
 
 
+def test_a_rank_holds_what_all_its_stages_do():
+    """Two stages of a rank hold as much as one of both, if nothing is under way but in one of them."""
+    found = stage(ShardingStrategy.FULL_SHARD, received=1000)
+    one, two = StagedStep([found], H100, 8, 1), StagedStep([found] * 2, H100, 8, 1, 2)
+    resident = {name: one.peak.held[name] for name in ("shards", "optimizer", "inputs")}
+    assert {name: two.peak.held[name] for name in resident} == {name: 2 * held for name, held in resident.items()}
+    saved = [moment.held["activations"] for moment in found.prediction.memory.moments if moment.side == "forward"][-1]
+    assert two.peak.held["activations"] == max(
+        found.peak(1, 1, 0).held["activations"] + saved + 2 * 1000, found.peak(1, 1, 1000).held["activations"]
+    )
+
+
+def test_more_micro_batches_are_under_way_where_a_rank_has_several_stages():
+    """On the first of P pp ranks, with V stages: P micro-batches, or V P + P - 1 parts of 1/V."""
+    found = stage(ShardingStrategy.FULL_SHARD)
+    step = StagedStep([found] * 8, H100, 8, 8, 2)
+    counts = [sum(under_way) for _, under_way in step._under_way(0)]
+    assert max(counts) == 2 * 4 + 4 - 1
+    assert step.peak.held["activations"] > StagedStep([found] * 4, H100, 8, 8).peak.held["activations"]
+
+
 def test_a_stage_without_a_loss_is_predicted_too():
     """What it returns has gradients, and so has what it takes."""
     layer = nn.Linear(8, 8)
@@ -122,3 +172,8 @@ def test_a_stage_without_a_loss_is_predicted_too():
 def test_fewer_micro_batches_than_stages_are_refused():
     with pytest.raises(ConfigError, match="a pipeline of 4 stages needs as many micro-batches, and a step has 3"):
         StagedStep([Timed(1.0, 1.0)] * 4, H100, 1, 3)
+
+
+def test_micro_batches_that_rounds_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="in 2 rounds of 2 or more, and a step has 5, which is no multiple of 2"):
+        StagedStep([Timed(1.0, 1.0)] * 4, H100, 1, 5, 2)
