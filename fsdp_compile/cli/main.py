@@ -85,8 +85,8 @@ def _add_plan(commands: Any) -> None:
         metavar="SIZES",
         help="+ dp=32,tp=8 in place of --gpus: ranks with rows of their own, and neighbours that split the model; auto "
         "is every such mesh of --gpus within nodes, with --stages also pipelines. dp=32,ep=8: of 32 ranks, 8 "
-        "neighbours split experts. dp=8,pp=4: a pipeline of 4 stages of 8 ranks; pp=4x2: each has 2 of 8 stages, interleaved. "
-        "The best come first",
+        "neighbours split experts. dp=8,pp=4: a pipeline of 4 stages of 8 ranks; pp=4x2: each has 2 of 8 stages, "
+        "interleaved. The best come first",
     )
     plan.add_argument(
         "--parallelize",

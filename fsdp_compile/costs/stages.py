@@ -85,30 +85,42 @@ class Stage:
             under_way: how many micro-batches are, at once.
             handed_on: bytes of each for the stage after; both stages keep them until the backward.
         """
-        between = self.between_calls(num_micro_batches, under_way - 1, handed_on)
-
-        def with_others(moment: Moment) -> Moment:
-            held = dict(moment.held)
-            held["activations"] += between["activations"]
-            held["gathered"] = max(held["gathered"], between["gathered"])
-            held["gradients"] += between["gradients"]
-            return dataclasses.replace(moment, held=held)
-
-        return max(map(with_others, self.prediction.memory.moments), key=lambda moment: moment.total)
+        of_others = self.between_calls(num_micro_batches, under_way - 1, handed_on)
+        added = {name: of_others[name] for name in ("activations", "gradients")}
+        held = {name: size + added.get(name, 0) for name, size in self._peak.held.items()}
+        return dataclasses.replace(self._peak, held=held)
 
     def between_calls(self, num_micro_batches: int, under_way: int, handed_on: int) -> Mapping[str, int]:
         """What is held while the stage computes nothing, by category; `Args` as for `peak`."""
         moments = self.prediction.memory.moments
-        *_, end_of_forward = (moment for moment in moments if moment.side == "forward")
-        saved = end_of_forward.held["activations"] + self.received + handed_on
-        resident = moments[0].held
-        gathered = (moment.held["gathered"] for moment in (moments if self._keeps_gathered else moments[:1]))
         return {
-            **{name: resident[name] for name in ("shards", "optimizer", "inputs")},
-            "activations": under_way * saved,
-            "gathered": max(gathered),
+            **{name: moments[0].held[name] for name in ("shards", "optimizer", "inputs")},
+            "activations": under_way * (self._saved + self.received + handed_on),
+            "gathered": self._stays_gathered,
             "gradients": self._kept_gradients if num_micro_batches > 1 else 0,
         }
+
+    @cached_property
+    def _peak(self) -> Moment:
+        """Of one micro-batch, where what is kept stays gathered."""
+
+        def keeping(moment: Moment) -> Moment:
+            gathered = max(moment.held["gathered"], self._stays_gathered)
+            return dataclasses.replace(moment, held={**moment.held, "gathered": gathered})
+
+        return max(map(keeping, self.prediction.memory.moments), key=lambda moment: moment.total)
+
+    @cached_property
+    def _saved(self) -> int:
+        """Bytes that the forward of a micro-batch saves for its backward."""
+        *_, end = (moment for moment in self.prediction.memory.moments if moment.side == "forward")
+        return end.held["activations"]
+
+    @cached_property
+    def _stays_gathered(self) -> int:
+        """Bytes of full parameters between calls."""
+        moments = self.prediction.memory.moments
+        return max(moment.held["gathered"] for moment in (moments if self._keeps_gathered else moments[:1]))
 
     @cached_property
     def _kept_gradients(self) -> int:
@@ -205,7 +217,7 @@ class StagedStep:
         return max(moments, key=lambda moment: moment.total)
 
     def _under_way(self, pp_rank: int) -> set[tuple[int, tuple[int, ...]]]:
-        """Of the calls of a pp rank: the stage that runs, and how many micro-batches are under way in each of its own."""
+        """Of the calls of a pp rank: the stage that runs, and how many micro-batches are under way in each."""
         stages = range(pp_rank, len(self.stages), self._pp_size)
         now: Counter[int] = Counter()
         found = set()
