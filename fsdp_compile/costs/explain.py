@@ -228,7 +228,7 @@ def _changes(prediction: Prediction) -> list[str]:
                 f"{bytes_text(narrower.sent)} instead of {bytes_text(narrower.sent_now)}, and a step take "
                 f"{time_text(narrower.seconds)}; it changes {narrower.error}"
             )
-    missing = prediction.memory.peak.total - prediction.hardware.memory
+    missing = prediction.peak.total - prediction.hardware.memory
     if missing > 0:
         changes.append(
             f"{bytes_text(missing)} too much for {prediction.hardware.name}: more ranks, fewer rows, or recompute "

@@ -91,7 +91,7 @@ class Found:
 
     @property
     def peak(self) -> int:
-        return self.prediction.memory.peak.total
+        return self.prediction.peak.total
 
 
 def find_plan(
@@ -355,7 +355,7 @@ def _text_of(plan: StepPlan | None) -> str:
 
 
 def _what_is_missing(found: Found, goal: Goal) -> str:
-    peak = found.prediction.memory.peak
+    peak = found.prediction.peak
     held = sorted(((peak.held[name], name) for name in CATEGORIES if peak.held[name]), reverse=True)
     listed = ", ".join(f"{name} {bytes_text(size)}" for size, name in held)
     helping = list(dict.fromkeys(text for _, name in held for text in _HELPS.get(name, ())))

@@ -88,16 +88,22 @@ def test_what_is_not_kept_all_trace_and_one_compiles():
     assert [sum(counts) for counts in zip(*found, strict=True)] == [2, 4], found
 
 
+def called(is_late, num_rows=4, **options):
+    """A model for which a plan is searched, and what this rank has made for its first call."""
+    made = []
+    with counting(made):
+        model = fsdp_compile(Scaled(never_seen()), backend="aot_eager", hardware=SLOW, **options)
+        if is_late:
+            time.sleep(2)  # longer than the others let the first rank go first
+        model(torch.randn(num_rows, 8)).sum().backward()
+    return model, made
+
+
 @on_ranks(3)
 def test_ranks_with_other_shapes_compile_for_themselves_by_the_plan_of_the_first(world_size):
     """Whoever comes first: those that wait for others decide nothing, and nobody waits for them."""
-    factor, rank = never_seen(), dist.get_rank()
-    made = []
-    with counting(made):
-        model = fsdp_compile(Scaled(factor), backend="inductor", hardware=SLOW)
-        if rank == 0:
-            time.sleep(2)  # longer than the others let the first rank go first
-        model(torch.randn(4 + rank, 8)).sum().backward()
+    rank = dist.get_rank()
+    model, made = called(is_late=rank == 0, num_rows=4 + rank)
     assert what_ranks_made(made) == {"_rewritten": 3, "find_plan": 1}
     assert made.count("find_plan") == (rank == 0)
     plans = [None] * world_size
@@ -108,21 +114,13 @@ def test_ranks_with_other_shapes_compile_for_themselves_by_the_plan_of_the_first
 @pytest.mark.parametrize("late", [0, 2])
 @on_ranks(3)
 def test_a_budget_that_nothing_fits_is_refused_on_all_ranks_whoever_plans(world_size, late):
-    model = fsdp_compile(Scaled(never_seen()), backend="inductor", hardware=SLOW, memory_budget=1000)
-    if dist.get_rank() == late:
-        time.sleep(2)  # longer than the others let the first rank go first
     with pytest.raises(ConfigError, match="memory_budget of 1000 B: .* are missing"):
-        model(torch.randn(4, 8))
+        called(is_late=dist.get_rank() == late, memory_budget=1000)
 
 
 @on_ranks(3)
 def test_a_rank_that_the_first_waits_for_plans_in_its_place(world_size):
-    factor, rank = never_seen(), dist.get_rank()
-    made = []
-    with counting(made):
-        model = fsdp_compile(Scaled(factor), backend="inductor", hardware=SLOW)
-        if rank != 2:
-            time.sleep(2)  # longer than the others let the first rank go first
-        model(torch.randn(4, 8)).sum().backward()
+    rank = dist.get_rank()
+    _, made = called(is_late=rank != 2)
     assert what_ranks_made(made) == {"_rewritten": 1, "find_plan": 1}
     assert made.count("find_plan") == (rank == 2)

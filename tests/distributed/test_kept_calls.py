@@ -39,14 +39,14 @@ class Start:
     num_found: int
 
 
-def start(cache, in_backward=False, name="gpt", **options):
+def start(cache, in_backward=False, name="odd_mlp", backend="aot_eager", **options):
     """Two steps of a job whose ranks keep what they compile in this folder."""
     before = os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["XDG_CACHE_HOME"]
     os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["XDG_CACHE_HOME"] = str(cache / "inductor"), str(cache / "user")
     try:
         torch._dynamo.reset()
         found = counters["aot_autograd"]["autograd_cache_hit"]
-        model = fsdp_compile(build(name), backend="inductor", **options)
+        model = fsdp_compile(build(name), backend=backend, **options)
         optimizer = sgd(model.parameters())
         if in_backward:
             model.optimizer_in_backward(optimizer)
@@ -67,10 +67,10 @@ def assert_same(start, other):
     assert start.plan == other.plan
 
 
-@pytest.mark.parametrize("options", [{}, {"hardware": SLOW}, {"in_backward": True}], ids=str)
+@pytest.mark.parametrize("options", [{"backend": "inductor"}, {"hardware": SLOW}, {"in_backward": True}], ids=",".join)
 @on_ranks(2)
 def test_a_second_start_trains_as_the_first(world_size, options, cache):
-    first, second = start(cache, **options), start(cache, **options)
+    first, second = (start(cache, name="gpt", **options) for _ in range(2))
     assert (first.num_found, second.num_found) == (world_size - 1, world_size)
     assert_same(first, second)
     assert (first.plan is not None) == ("hardware" in options)
@@ -78,7 +78,7 @@ def test_a_second_start_trains_as_the_first(world_size, options, cache):
 
 @on_ranks(2)
 def test_a_start_whose_optimizer_steps_in_the_backward_does_not_take_the_call_of_one_that_does_not(world_size, cache):
-    first, second = start(cache, name="odd_mlp"), start(cache, name="odd_mlp", in_backward=True)
+    first, second = start(cache), start(cache, in_backward=True)
     assert second.num_found == world_size - 1  # what the other rank has compiled meanwhile
     torch.testing.assert_close(second.losses, first.losses)
 
@@ -88,10 +88,10 @@ def test_a_start_whose_optimizer_steps_in_the_backward_does_not_take_the_call_of
 def test_a_rank_that_has_lost_its_cache_compiles_by_the_plan_of_the_others(world_size, loser, cache):
     """As on a host that is new to the job."""
     own = cache / str(dist.get_rank())
-    first = start(own, name="odd_mlp", hardware=SLOW)
+    first = start(own, hardware=SLOW)
     if dist.get_rank() == loser:
         shutil.rmtree(own)
-    second = start(own, name="odd_mlp", hardware=SLOW)
+    second = start(own, hardware=SLOW)
     assert second.was_found == (dist.get_rank() != loser)
     assert_same(first, second)
 
@@ -99,12 +99,12 @@ def test_a_rank_that_has_lost_its_cache_compiles_by_the_plan_of_the_others(world
 @on_ranks(2)
 def test_what_was_kept_for_another_plan_than_that_of_the_first_rank_is_compiled(world_size, cache):
     own = cache / str(dist.get_rank())
-    first = start(own, name="odd_mlp", hardware=SLOW)
+    first = start(own, hardware=SLOW)
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 0:
             shutil.rmtree(own)
             patched.setattr(step_plans, "find_plan", lambda *_: step_plans.Found(None, None))
-        second = start(own, name="odd_mlp", hardware=SLOW)
+        second = start(own, hardware=SLOW)
     assert first.plan is not None and second.plan is None
     assert second.num_found == 0
     torch.testing.assert_close(second.losses, first.losses)
