@@ -144,14 +144,18 @@ def test_a_part_of_the_ranks_is_planned_for_if_asked_and_measures_nothing(world_
 
 @contextlib.contextmanager
 def planning_by_default():
-    """For a slow profile, on a machine where nothing is kept; gives the searches for plans that this rank makes."""
+    """For a slow profile, on a machine where nothing is kept; gives the searches for plans that this rank makes.
+
+    Of what it makes, plans are kept, and calls are not.
+    """
     profile = [None]
     if dist.get_rank() == 0:
         profile = [tempfile.mkstemp(dir=session_directory())[1]]
         Path(profile[0]).write_text(SLOW.to_json())
     dist.broadcast_object_list(profile)
     watching = mock.patch.object(step_plans, "find_plan", wraps=step_plans.find_plan)
-    with a_new_machine(FSDP_COMPILE_HARDWARE=profile[0]) as folder, watching as searched:
+    without_calls = torch._functorch.config.patch(enable_autograd_cache=False)
+    with a_new_machine(FSDP_COMPILE_HARDWARE=profile[0]) as folder, watching as searched, without_calls:
         yield folder, searched
 
 
