@@ -94,7 +94,7 @@ class Capture(Rewriting):
         refuse_writes(gm.graph, sharded_inputs(gm.graph, example_inputs))
         results = Results()
         paths = Paths.note(gm, example_inputs)
-        keep = self.keep if _reads_shards(gm) and keeps_calls() else None
+        keep = self.keep if _reads_shards(gm) and keeps_calls(example_inputs) else None
         partitioner = Partitioner(self, results, paths, keep)
         compiled = self._compiled(gm, example_inputs, partitioner)
 

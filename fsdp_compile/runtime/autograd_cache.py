@@ -15,7 +15,7 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch._functorch._aot_autograd import autograd_cache
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.distributed.device_mesh import DeviceMesh
 
 _IS_KNOWN = torch.__version__.startswith("2.13.")
 if _IS_KNOWN:
@@ -38,8 +39,14 @@ _FILE = "file of fsdp_compile: "  # begins the line of an entry that names it
 _OTHERS_WRITE = 0o022  # in the mode of a file
 
 
-def keeps_calls() -> bool:
-    """Whether what AOTAutograd makes is kept here, and found again."""
+def keeps_calls(inputs: Sequence[Any]) -> bool:
+    """Whether what AOTAutograd makes of a graph with these inputs is kept here, and found again.
+
+    A mesh, which DTensors are made on, is pickled for torch's key with the number of a thread: that of another process
+    has another key.
+    """
+    if any(isinstance(value, DeviceMesh) for value in inputs):
+        return False
     is_kept = torch._functorch.config.enable_autograd_cache and config.fx_graph_cache
     is_bundled = torch._functorch.config.bundled_autograd_cache
     return _IS_KNOWN and is_kept and not is_bundled and not config.force_disable_caches and os.name == "posix"

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fsdp_compile
+from fsdp_compile.compiler.kept_calls import Keep
 from fsdp_compile.compiler.partitioner import Partitioner
 from fsdp_compile.costs import HARDWARE
 from fsdp_compile.runtime.pickled_graphs import runs_elsewhere
@@ -323,6 +326,18 @@ def test_nothing_is_kept_where_torch_keeps_nothing(start, setting):
 def test_nothing_is_kept_without_autograds_cache(start):
     with torch._functorch.config.patch(enable_autograd_cache=False):
         assert [start().was_found for _ in range(2)] == [False, False]
+
+
+def test_nothing_is_kept_of_what_tensor_parallelism_has_split(monkeypatch):
+    """Torch's key of a mesh is that of one process: nobody would find the call, and ranks would wait for each other."""
+    written = []
+    monkeypatch.setattr(Keep, "write", lambda *_: written.append(None))
+    join_fake_group(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["tp"], {"0": ColwiseParallel()})
+    model = fsdp_compile(model, mesh["dp"], backend="aot_eager", sync_module_states=False)
+    model(rows()).sum().backward()
+    assert model.graphs and not written
 
 
 def test_graphs_of_a_first_start_keep_their_notes():
