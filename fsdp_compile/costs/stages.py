@@ -229,16 +229,20 @@ class StagedStep:
 
     def _moment(self, running: int, under_way: Sequence[int]) -> Moment:
         """When the pp rank that has this stage holds most, while that runs."""
-        handed_on = [*(stage.received for stage in self.stages[1:]), 0]
         own = range(running % self._pp_size, len(self.stages), self._pp_size)
         number = dict(zip(own, under_way, strict=True))
-        num, stages = self.num_micro_batches, self.stages
+        num, stages, handed_on = self.num_micro_batches, self.stages, self._handed_on
         moment = stages[running].peak(num, number[running], handed_on[running])
         others = [
             stages[index].between_calls(num, number[index], handed_on[index]) for index in own if index != running
         ]
         held = {name: moment.held[name] + sum(other.get(name, 0) for other in others) for name in CATEGORIES}
         return dataclasses.replace(moment, held=held)
+
+    @cached_property
+    def _handed_on(self) -> Sequence[int]:
+        """Bytes of a micro-batch that each stage hands to the next one."""
+        return [*(stage.received for stage in self.stages[1:]), 0]
 
     @cached_property
     def _ends(self) -> list[float]:

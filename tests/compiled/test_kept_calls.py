@@ -131,8 +131,9 @@ def test_a_transformer_is_found(start, backend):
     assert_same(*starts)
 
 
-def test_gradients_are_none_where_eager_has_none_after_a_second_start_too(start):
-    starts = [start(Halves(), loss_of=lambda results: results[0]) for _ in range(2)]
+@backends
+def test_gradients_are_none_where_eager_has_none_after_a_second_start_too(start, backend):
+    starts = [start(Halves(), loss_of=lambda results: results[0], backend=backend) for _ in range(2)]
     assert [each.was_found for each in starts] == [False, True]
     assert starts[0].values[3] is None
     assert_same(*starts)
@@ -152,11 +153,12 @@ def test_checkpointed_layers_are_found(start, backend):
     assert_same(*starts)
 
 
-def test_steps_that_keep_gradients_are_found(start, num_rewritten):
+@backends
+def test_steps_that_keep_gradients_are_found(num_rewritten, backend):
     def accumulated():
         torch._dynamo.reset()
         before = num_rewritten()
-        model = fsdp_compile(Scaled(), backend="aot_eager", sync_module_states=False)
+        model = fsdp_compile(Scaled(), backend=backend, sync_module_states=False)
         with model.no_sync():
             model(rows()).backward()
         model(rows(4) + 1).backward()
@@ -177,10 +179,11 @@ def test_a_second_model_of_the_process_hands_its_gradients_to_its_own_shards():
     assert not torch.equal(gradients[0][0], gradients[1][0])
 
 
-def test_a_call_without_gradients_is_found(start):
+@backends
+def test_a_call_without_gradients_is_found(backend):
     def evaluated():
         torch._dynamo.reset()
-        model = fsdp_compile(Scaled(), backend="aot_eager", sync_module_states=False)
+        model = fsdp_compile(Scaled(), backend=backend, sync_module_states=False)
         hits = counters["aot_autograd"]["autograd_cache_hit"]
         with torch.no_grad():
             value = model(rows())
@@ -214,6 +217,7 @@ def test_another_call_is_compiled(start, changed):
 def test_other_options_of_inductor_compile(start):
     start(backend="inductor")
     assert not start(backend="inductor", options={"epilogue_fusion": False}).was_found
+    assert start(backend="inductor").was_found
 
 
 def test_another_number_of_ranks_is_compiled(start):

@@ -83,6 +83,6 @@ def test_transformers_have_the_gradients_of_eager(tmp_path):
 
 
 def test_a_wait_or_a_kernel_that_is_missing_shows(tmp_path):
-    without_waits, without_a_kernel = run(tmp_path, "without_waits odd_mlp", "without_a_kernel odd_mlp").values()
+    without_a_kernel, without_waits = run(tmp_path, "without_a_kernel odd_mlp", "without_waits odd_mlp").values()
     assert all(math.isnan(value) for result in without_waits for value in result.values())
     assert not is_within(1e-3, without_a_kernel)
