@@ -163,6 +163,11 @@ def _ends_kernel(node: torch.fx.Node) -> bool:
     return node.op in ("placeholder", "output", "root") or is_heavy(node) or is_sent
 
 
+def graphs_of(gm: torch.fx.GraphModule) -> list[torch.fx.Graph]:
+    """The graph of a module, and those of the modules inside it."""
+    return [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+
+
 def inputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 

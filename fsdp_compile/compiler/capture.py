@@ -194,8 +194,7 @@ def _copied(returned: Any) -> Any:
 
 def _reads_shards(gm: torch.fx.GraphModule) -> bool:
     """Whether a Dynamo graph, or one inside it (activation checkpointing makes those), reads a sharded parameter."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
-    return any(ops.is_call(node, ops.UNSHARD) for graph in graphs for node in graph.nodes)
+    return any(ops.is_call(node, ops.UNSHARD) for graph in analysis.graphs_of(gm) for node in graph.nodes)
 
 
 def _generated(graph: torch.fx.GraphModule, inputs: Sequence[Any], arguments: dict[str, Any]) -> Any:

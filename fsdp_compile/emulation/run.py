@@ -23,6 +23,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..compiler import capture
+from ..passes import analysis
 from . import attention, collectives, libdevice
 
 _CUDA = torch.device("cuda", 0)
@@ -50,9 +51,8 @@ def _compile_for_cuda(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *
     """As `compile_fx`, for inputs on the GPU; what it returns takes those on the CPU."""
     fake_mode = detect_fake_mode(example_inputs)
     assert fake_mode is not None, "Dynamo traces with fake tensors"
-    for module in gm.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            _move_constants(module.graph)
+    for graph in analysis.graphs_of(gm):
+        _move_constants(graph)
     return compile_fx(gm, [_on_cuda(value, fake_mode) for value in example_inputs], **kwargs)
 
 

@@ -21,6 +21,8 @@ import torch.fx
 from torch._higher_order_ops.triton_kernel_wrap import TritonKernelWrapperFunctional, TritonKernelWrapperMutation
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ..passes import analysis
+
 _READ = ("val", "stack_trace", "original_aten", "seq_nr", "desc")  # and what is ours
 _FASTEST = 1  # level of compression
 _KERNELS = (TritonKernelWrapperMutation, TritonKernelWrapperFunctional)
@@ -48,8 +50,7 @@ def loads(data: bytes) -> Any:
 
 def runs_elsewhere(gm: torch.fx.GraphModule) -> bool:
     """Whether another process can run a graph: Triton kernels of the user's are numbers, in a table of this one."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
-    return not any(isinstance(node.target, _KERNELS) for graph in graphs for node in graph.nodes)
+    return not any(isinstance(node.target, _KERNELS) for graph in analysis.graphs_of(gm) for node in graph.nodes)
 
 
 _mode: contextvars.ContextVar[FakeTensorMode] = contextvars.ContextVar("fsdp_compile_fake_mode")
