@@ -19,6 +19,7 @@ PASSES = (
     "merge_gradients",
     "merge_all_reduces",
     "partition_joint",
+    "decompose_collectives",
     "overlap_model_collectives",
     "commute_scales",
     "insert_all_gather",

@@ -96,6 +96,9 @@ def fsdp_compile(model: nn.Module, mesh: Meshes = None, **arguments: Any) -> nn.
         forward_prefetch: "auto" (1), how many units ahead the forward gathers, or a bool.
         collective_lowering: "packed" sends a bucket as one buffer, "grouped" as one message for each parameter in one
             call, without copies; "auto" is grouped on NCCL and packed elsewhere.
+        collective_pieces: into how many pieces each gather and reduction of activations is decomposed that the model
+            itself calls, as of tensor parallelism, so that it runs beside the matmuls that read or feed it. "auto"
+            leaves that to a plan, and is 1 without one.
         ignored_params: parameters that are left as they are: not sharded, not synchronised, gradients not reduced.
         param_init_fn: called with every module that holds tensors on the meta device, one unit after another, to give
             its own tensors memory and values. Without it parameters on the meta device stay there, sharded.

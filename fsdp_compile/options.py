@@ -50,6 +50,7 @@ class Options:
     backward_prefetch: Any = "auto"
     forward_prefetch: Any = "auto"
     collective_lowering: str = "auto"
+    collective_pieces: int | Auto = "auto"
     memory_budget: int | str | None = None
     hardware: Hardware | str | bool | None = "auto"
     example_inputs: Sequence[Any] | torch.Tensor | None = None
@@ -88,6 +89,7 @@ class Options:
             forward_prefetch=self.forward_prefetch,
             backward_prefetch=self.backward_prefetch,
             collective_lowering=self.collective_lowering,
+            collective_pieces=self.collective_pieces,
             memory_budget=self.memory_budget,
             hardware=self.hardware,
             passes=self.passes,

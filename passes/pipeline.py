@@ -3,9 +3,10 @@
 What runs on which graph::
 
     joint graph          merge_unshards, commute_casts, merge_gradients, merge_all_reduces, partition_joint
-    forward, backward    overlap_model_collectives, commute_scales, insert_reduce_scatter, insert_all_gather,
-                         insert_free, prefetch_all_gather, delay_reduce_scatter_wait, overlap_copies, the user's passes,
-                         end_lives, compute_early, lower_collectives, pin_matmuls
+    forward, backward    decompose_collectives, where a plan says so, overlap_model_collectives, commute_scales,
+                         insert_reduce_scatter, insert_all_gather, insert_free, prefetch_all_gather,
+                         delay_reduce_scatter_wait, overlap_copies, the user's passes, end_lives, compute_early,
+                         lower_collectives, pin_matmuls
     backward             update_in_backward, behind overlap_copies, where an optimizer steps in the backward
 
 A graph without a backward (no_grad, inference) runs through both rows, but for partition_joint. What Inductor
@@ -24,6 +25,7 @@ from . import metadata
 from .commute_casts import CommuteCasts
 from .commute_scales import CommuteScales
 from .compute_early import ComputeEarly
+from .decompose_collectives import DecomposeCollectives
 from .delay_reduce_scatter_wait import DelayReduceScatterWait
 from .end_lives import EndLives
 from .errors import PassError, VerifyError
@@ -90,6 +92,7 @@ class Pipeline:
         poison: bool = False,
         pin_memory: bool = True,
         updates: int | None = None,
+        pieces: int = 1,
         observer: Observer | None = None,
     ) -> Pipeline:
         """The passes with these options; `PartitionJoint`, `PrefetchAllGather` and `InsertAllGather` explain them.
@@ -98,6 +101,7 @@ class Pipeline:
         that it names are gathered, and how many reductions may be under way. `passes` are the
         user's, for graphs that are in order. With `poison`, freed buffers are filled with NaN; `pin_memory` is
         explained by `OverlapCopies`. `updates` are the states of an optimizer that steps in the backward, if one does.
+        `pieces` are what the model's own collectives are decomposed into, each.
         """
 
         parted = frozenset(unit for unit, way in (reshard or {}).items() if isinstance(way, metadata.Part))
@@ -108,13 +112,14 @@ class Pipeline:
         ) -> tuple[Pass, ...]:
             late = min(distance, 1) if reductions is None else reductions
             return (
+                *([DecomposeCollectives(pieces)] if pieces > 1 else ()),
                 OverlapModelCollectives(),
                 CommuteScales(),
                 InsertReduceScatter(grouped),
                 InsertAllGather(grouped, gathers),
                 InsertFree(),
                 PrefetchAllGather(distance, gathers, lists),
-                DelayReduceScatterWait(late if plan is None else plan.reductions),
+                DelayReduceScatterWait(late if plan is None or plan.reductions is None else plan.reductions),
                 OverlapCopies(pin_memory),
                 *ordered,
                 *passes,

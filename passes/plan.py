@@ -34,18 +34,29 @@ class StepPlan:
     """What was decided for one forward and its backward.
 
     Attributes:
-        kept: units whose parameters stay gathered from forward to backward.
+        kept: units whose parameters stay gathered from forward to backward; None leaves that to the options.
         forward, backward: the gathers in order. What they do not name is gathered as without a plan.
-        reductions: how many reductions may be under way at once; see `DelayReduceScatterWait`.
+        reductions: how many reductions may be under way at once (see `DelayReduceScatterWait`); None leaves that to the
+            options.
         activations: the activation memory budget of torch's partitioner: 1 saves all that is not cheap to compute
             again. None leaves it as it is set.
+        pieces: into how many the model's own collectives are decomposed; see `DecomposeCollectives`.
     """
 
-    kept: tuple[str, ...]
+    kept: tuple[str, ...] | None
     forward: tuple[Gather, ...]
     backward: tuple[Gather, ...]
-    reductions: int
+    reductions: int | None
     activations: float | None = None
+    pieces: int = 1
+
+    @classmethod
+    def as_asked(cls, pieces: int) -> StepPlan:
+        """What the options say, but for the pieces."""
+        return cls(None, (), (), None, pieces=pieces)
+
+    def in_pieces(self, pieces: int) -> StepPlan:
+        return dataclasses.replace(self, pieces=pieces)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -53,8 +64,9 @@ class StepPlan:
     @classmethod
     def from_json(cls, text: str) -> StepPlan:
         fields = json.loads(text)
-        sides = {
-            side: tuple(Gather(tuple(each["buckets"]), each["is_grouped"], each["start"]) for each in fields[side])
+        sides = [
+            tuple(Gather(tuple(each["buckets"]), each["is_grouped"], each["start"]) for each in fields[side])
             for side in ("forward", "backward")
-        }
-        return cls(tuple(fields["kept"]), **sides, reductions=fields["reductions"], activations=fields["activations"])
+        ]
+        kept = None if fields["kept"] is None else tuple(fields["kept"])
+        return cls(kept, sides[0], sides[1], fields["reductions"], fields["activations"], fields["pieces"])

@@ -36,6 +36,7 @@ SHOWN_BY = {  # the test that fails if the option has no effect, or that shows t
     "backward_prefetch": "distributed/test_choices.py::test_each_choice_changes_the_schedule",
     "forward_prefetch": "test_rewrite.py::test_forward_prefetch_starts_gathers_earlier",
     "collective_lowering": "test_rewrite.py::test_the_lowering_is_packed_or_grouped",
+    "collective_pieces": "costs/test_model_collectives.py::test_pieces_run_beside_the_matmul_of_the_next",
     "memory_budget": "test_scheduling.py::test_time_rises_as_the_budget_shrinks_and_the_peak_obeys",
     "hardware": "test_scheduling.py::test_a_plan_is_never_slower_than_no_plan",
     "example_inputs": "distributed/test_strategies.py::test_auto_chooses_one_strategy_for_all_ranks_and_says_why",

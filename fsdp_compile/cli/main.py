@@ -113,6 +113,12 @@ def _add_plan(commands: Any) -> None:
         "(default: FULL_SHARD)",
     )
     plan.add_argument("--lowering", default="grouped", choices=["grouped", "packed"], help="(default: grouped)")
+    plan.add_argument(
+        "--collective-pieces",
+        type=int,
+        default=1,
+        help="into how many pieces the collectives of tensor parallelism are decomposed (default: 1)",
+    )
     plan.add_argument("--optimizer", default="adam", choices=OPTIMIZERS, help="(default: adam)")
     plan.add_argument(
         "--hardware",

@@ -239,7 +239,8 @@ class _Planner:
                 )
             layers.compute_again()
         economy = Economy(layers=None if self.options.trace_all else layers, lowers=False)
-        given = Options(collective_lowering=self.options.lowering)
+        lowering, pieces = self.options.lowering, self.options.collective_pieces
+        given = Options(collective_lowering=lowering, collective_pieces=pieces)
         return Rewriter(model, tuple(inputs), {}, given, economy=economy)
 
     def _predicted(self, step: _Step, rewriter: Rewriter, world_size: WorldSize) -> _Planned:

@@ -15,6 +15,8 @@ import torch
 import torch._functorch.config
 import torch.fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 from ..passes import analysis
@@ -56,7 +58,11 @@ class Splits:
         # What the partitioner chooses within a budget depends on the sizes of shards, too.
         setting = {} if activations is None else {"activation_memory_budget": activations}
         copied = self._merged()
-        with torch._functorch.config.patch(setting), _use_lazy_graph_module(True), _on_fake_tensors(copied):
+        with (
+            torch._functorch.config.patch(setting | _sizes_of_meshes(copied)),
+            _use_lazy_graph_module(True),
+            _on_fake_tensors(copied),
+        ):
             return coded_late(Halves.of(copied, self.num_fwd_outputs, self.static_inputs))
 
     def _merged(self) -> torch.fx.GraphModule:
@@ -127,6 +133,18 @@ def _on_fake_tensors(gm: torch.fx.GraphModule) -> AbstractContextManager[Any]:
     if TracingContext.try_get() is not None:
         return nullcontext()
     return tracing(TracingContext(detect_fake_mode([node.meta.get("val") for node in analysis.inputs(gm.graph)])))
+
+
+def _sizes_of_meshes(gm: torch.fx.GraphModule) -> dict[str, bool]:
+    """Settings with which the partitioner, where memory is short, takes the meshes of tensor parallelism for no bytes.
+
+    It asks for the size of every input, and refuses objects: they might hold tensors.
+    """
+    name = "unsafe_treat_script_objects_as_zero_size"
+    values = [node.meta.get("val") for node in analysis.inputs(gm.graph)]
+    objects = [value.real_obj for value in values if isinstance(value, FakeScriptObject)]
+    are_meshes = all(isinstance(each, DeviceMesh) for each in objects)
+    return {name: True} if objects and are_meshes and hasattr(torch._functorch.config, name) else {}
 
 
 def activations_are_free() -> bool:

@@ -144,7 +144,12 @@ def _schedule(plan: StepPlan | None) -> str:
     if plan is None:
         return "as the options say: a gather for each unit"
     together = [" with ".join(each.buckets) for each in (*plan.forward, *plan.backward) if len(each.buckets) > 1]
-    decided = [
+    decided = []
+    if plan.pieces > 1:
+        decided.append(f"collectives of the model itself in {plan.pieces} pieces")
+    if plan.kept is None:
+        return f"planned; {decided[0]}; the rest as the options say"
+    decided += [
         f"kept between forward and backward: {', '.join(plan.kept) or 'nothing'}",
         f"gathered at once: {', '.join(together) or 'one unit at a time'}",
         f"reductions under way: {plan.reductions}",

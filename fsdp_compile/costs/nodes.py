@@ -129,18 +129,27 @@ def kernels_of(graph: torch.fx.Graph, *, compiler: Compiler) -> list[Kernel]:
         else:
             groups.append([node])
         can_join = is_joining
-    kernels = [_kernel(group, compiler) for group in groups]
-    position = analysis.positions(graph)
-    return [_with_beside(kernel, kernels, position) for kernel in kernels]
+    return _beside_collectives([_kernel(group, compiler) for group in groups], analysis.positions(graph))
 
 
-def _with_beside(kernel: Kernel, kernels: Sequence[Kernel], position: Mapping[torch.fx.Node, int]) -> Kernel:
-    """The kernel itself; if it is a collective of the model, with those that are computed while it runs."""
-    if kernel.collective is None or not (waits := analysis.waits_of(kernel.nodes[0])):
-        return kernel
-    begin, end = position[kernel.nodes[0]], min(position[wait] for wait in waits)
-    beside = (each for each in kernels if each.collective is None and begin < position[each.nodes[-1]] < end)
-    return dataclasses.replace(kernel, beside=tuple(beside))
+def _beside_collectives(kernels: Sequence[Kernel], position: Mapping[torch.fx.Node, int]) -> list[Kernel]:
+    """The kernels; collectives of the model with those that are computed while they run.
+
+    Collectives run one after another: while several are on their way, what is computed is beside the one that is waited
+    for first.
+    """
+    waits = {kernel: analysis.waits_of(kernel.nodes[0]) for kernel in kernels if kernel.collective is not None}
+    done = {kernel: min(position[wait] for wait in found) for kernel, found in waits.items() if found}
+    beside: dict[Kernel, list[Kernel]] = {kernel: [] for kernel in done}
+    under_way: list[Kernel] = []
+    for kernel in kernels:
+        here = position[kernel.nodes[-1]]
+        under_way = [each for each in under_way if here < done[each]]
+        if kernel in done:
+            under_way.append(kernel)
+        elif kernel.collective is None and under_way:
+            beside[min(under_way, key=done.__getitem__)].append(kernel)
+    return [dataclasses.replace(each, beside=tuple(beside[each])) if each in done else each for each in kernels]
 
 
 def _is_fused_with(previous: torch.fx.Node, node: torch.fx.Node, compiler: Compiler) -> bool:

@@ -279,7 +279,7 @@ def pipeline_of(
     plan: StepPlan | None = None,
 ) -> Pipeline:
     reshard = schedule.reshard_of_unit(units, num_shards)
-    if plan is not None:
+    if plan is not None and plan.kept is not None:
         reshard = dict.fromkeys(units, True) | reshard | dict.fromkeys(plan.kept, False)
     return Pipeline.of(
         reshard={unit: value if isinstance(value, bool) else parts[value] for unit, value in reshard.items()},
@@ -294,6 +294,7 @@ def pipeline_of(
         poison=schedule.poison,
         pin_memory=schedule.pin_memory,
         updates=schedule.updates,
+        pieces=schedule.pieces or (plan.pieces if plan else 1),
     )
 
 
@@ -307,10 +308,11 @@ def leeway_of(
     forms = {"packed": (True,), "grouped": (False,)}.get(schedule.collective_lowering, (False, True))
     return Leeway(
         lambda plan: pipeline_of(schedule, units, num_shards, parts, grouped, plan),
-        pipeline_of(base, units, num_shards, parts, True, StepPlan((), (), (), 1)),
+        lambda pieces: pipeline_of(base, units, num_shards, parts, True, StepPlan((), (), (), 1, pieces=pieces)),
         forms,
         {unit: bool(value) for unit, value in fixed.items()},
         activations_are_free(),
+        schedule.pieces is None,
     )
 
 

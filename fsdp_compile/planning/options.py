@@ -44,6 +44,7 @@ class ScheduleConfig:
         poison: whether freed buffers are filled with NaN, to show that nothing reads them.
         pin_memory: whether offloaded gradients are copied to pinned memory.
         updates: how many states the optimizer has that steps in the backward; None if none does.
+        pieces: into how many the model's own collectives are decomposed; None leaves that to a plan.
     """
 
     reshard_after_forward: Reshard | Mapping[str, Reshard] | None = None
@@ -60,6 +61,7 @@ class ScheduleConfig:
     reductions: int | None = None
     is_at_hand: bool = False
     updates: int | None = None
+    pieces: int | None = None
 
     def without_updates(self) -> ScheduleConfig:
         """The same, with no optimizer that steps in the backward."""
@@ -73,6 +75,7 @@ class ScheduleConfig:
         forward_prefetch: object,
         backward_prefetch: object,
         collective_lowering: object,
+        collective_pieces: object,
         memory_budget: object,
         hardware: Hardware | str | bool | None,
         passes: object,
@@ -99,6 +102,7 @@ class ScheduleConfig:
             poison,
             pin_memory,
             is_at_hand=is_auto(hardware) and is_left_open and plans_by_default,
+            pieces=_pieces(collective_pieces),
         )
 
     def unplanned(self, what: str) -> ScheduleConfig:
@@ -191,6 +195,14 @@ def _distance(name: str, value: object, meanings: Mapping[object, int]) -> int:
             return distance
     allowed = ", ".join(["'auto'", "an int >= 0", "a bool", *map(str, meanings)])
     raise ConfigError(f"{name} is one of {allowed}, not {value!r}")
+
+
+def _pieces(value: object) -> int | None:
+    if is_auto(value):
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ConfigError(f"collective_pieces is 'auto' or a positive int, not {value!r}")
 
 
 _MOST_BYTES = 2**80

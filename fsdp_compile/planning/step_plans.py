@@ -1,9 +1,10 @@
 """Plans of steps: which is fastest by what the cost model says of it, within a limit of bytes.
 
-1. The graphs are rewritten once with every unit freed after the forward; `chains_of_graphs.py` plans by what they say.
-2. Its best plan, and the best one that keeps all units, are rewritten and predicted in full, and so is what the user
+1. What the model itself sends is decomposed, if that is faster (`pieces.py`).
+2. The graphs are rewritten once with every unit freed after the forward; `chains_of_graphs.py` plans by what they say.
+3. Its best plan, and the best one that keeps all units, are rewritten and predicted in full, and so is what the user
    asked for without a plan. The fastest that fits is taken.
-3. Where memory is what limits it, all of this is done again for programs that save less and compute more.
+4. Where memory is what limits it, all of this is done again for programs that save less and compute more.
 
 Where units are equal, such as the layers of a transformer, and memory does not limit the speed, this is done for a
 program with few of them, and the whole program gets a plan of the kind that wins there.
@@ -29,6 +30,7 @@ from ..progress import phase
 from ..runtime.comparison import Statement
 from .chains_of_graphs import SAME, Estimate, StepChains
 from .kept_plans import keep_plan, kept_plan, name_of
+from .pieces import best_pieces, may_pay
 
 MARGIN = 0.05
 """The part of a memory budget that plans leave: predictions of the peak are within so much of what is measured."""
@@ -69,17 +71,27 @@ class Leeway:
 
     Attributes:
         pipeline: the passes for a plan, or without one for None.
-        base: the passes that free every unit and pack nothing.
+        base: the passes that free every unit and pack nothing, for a number of pieces.
         forms: whether buckets may be packed, and not.
         fixed: units that are kept, or not, because the user said so.
         activations: whether what is saved is open, or torch's activation memory budget has been set.
+        pieces: whether the number of pieces is open that the model's own collectives are decomposed into.
     """
 
     pipeline: Callable[[StepPlan | None], Pipeline]
-    base: Pipeline
+    base: Callable[[int], Pipeline]
     forms: Sequence[bool]
     fixed: Mapping[str, bool]
     activations: bool = True
+    pieces: bool = True
+
+    def in_pieces(self, pieces: int) -> Leeway:
+        """The same, with this number."""
+
+        def pipeline(plan: StepPlan | None) -> Pipeline:
+            return self.pipeline(StepPlan.as_asked(pieces) if plan is None else plan.in_pieces(pieces))
+
+        return dataclasses.replace(self, pipeline=pipeline, base=lambda _: self.base(pieces), pieces=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +118,25 @@ def find_plan(
     Raises:
         ConfigError: no plan fits into a memory budget. Without one, what needs least is returned.
     """
-    plain = Found(None, predict(unplanned, goal.hardware, compiler=goal.compiler))
+
+    def predicted(graphs: RewrittenGraphs) -> Prediction:
+        return predict(graphs, goal.hardware, compiler=goal.compiler)
+
+    plain = Found(None, predicted(unplanned))
+    if leeway.pieces and may_pay(plain.prediction):
+        tried = (shorten(EQUAL_UNITS) if shorten else None) or ShortDraft(draft, 1.0)
+        pieces = best_pieces(lambda plan: predicted(tried.draft(leeway.pipeline(plan), None)))
+        in_pieces = leeway.in_pieces(pieces)
+        decomposed = Found(None, predicted(draft(in_pieces.pipeline(None), None))) if pieces > 1 else plain
+        limit = plain.peak if goal.is_within_plain else max(plain.peak, goal.limit)
+        if pieces > 1 and decomposed.peak <= limit:
+            found = _fastest(draft, in_pieces, goal, decomposed, shorten)
+            return dataclasses.replace(found, plan=(found.plan or StepPlan.as_asked(pieces)).in_pieces(pieces))
+    return _fastest(draft, leeway, goal, plain, shorten)
+
+
+def _fastest(draft: Draft, leeway: Leeway, goal: Goal, plain: Found, shorten: Shorten | None) -> Found:
+    """As `find_plan`, for what is open besides the pieces; `plain` is without a plan."""
     if goal.is_within_plain and plain.prediction.seconds <= _SURE * _of_the_model(plain.prediction):
         return plain
     program = _Program(draft, leeway, goal, plain.peak if goal.is_within_plain else goal.limit)
@@ -134,7 +164,7 @@ class _Program:
 
     def step(self, activations: float | None) -> StepChains:
         """What plans with this activation memory budget are made from."""
-        graphs = self.draft(self.leeway.base, activations)
+        graphs = self.draft(self.leeway.base(1), activations)
         leeway, goal = self.leeway, self.goal
         return StepChains.of(graphs, goal.hardware, goal.compiler, forms=leeway.forms, fixed=leeway.fixed)
 
@@ -186,7 +216,7 @@ class _Program:
         best = program.best_of(program.candidates(short_plain, step))
         if best is None or best.plan is None:
             return plain if best is short_plain else None
-        kind, keeps_all = best.plan, len(best.plan.kept) == len(step.always_kept) + len(step.open_units)
+        kind, keeps_all = best.plan, len(best.plan.kept or ()) == len(step.always_kept) + len(step.open_units)
         if kind.activations is not None or kind.reductions == 0:
             return None
         step = self.step(None)
@@ -233,7 +263,7 @@ class _Program:
     def _kept(self, step: StepChains, plan: StepPlan, limit: int) -> Iterator[Found]:
         """The best plan that keeps all units, if this one does not."""
         most = len(step.open_units)
-        if len(plan.kept) < len(step.always_kept) + most and (other := step.with_kept(most, limit)):
+        if len(plan.kept or ()) < len(step.always_kept) + most and (other := step.with_kept(most, limit)):
             yield self.found(dataclasses.replace(other.plan, activations=plan.activations))
 
     def _not_cut(self, planned: Sequence[Found]) -> Iterator[Found]:
@@ -303,7 +333,8 @@ class Planner:
     def conditions(self) -> tuple[object, ...]:
         """What plans follow from besides the graphs; its text says all of it."""
         leeway = self.leeway
-        return self.goal, leeway.base, leeway.pipeline(None), leeway.forms, leeway.fixed, leeway.activations
+        pipelines = leeway.base(1), leeway.pipeline(None)
+        return self.goal, *pipelines, leeway.forms, leeway.fixed, leeway.activations, leeway.pieces
 
     def plan(self, program: str, draft: Draft, shorten: Shorten) -> StepPlan | None:
         """The plan of a program, which is the parameters that it reads in order, and whether it has a backward.

@@ -63,6 +63,15 @@ def test_what_is_computed_beside_a_collective_hides_it_and_is_slower():
     assert shown(3.0, 10.0, SMALL) == 0.0
 
 
+def test_pieces_run_beside_the_matmul_of_the_next(four_ranks):
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    found = rewrite(split_model(root["tp"]), x, world_size=root["dp"], collective_pieces=4)
+    pieces = Work.of(found, compiler="inductor").forward.collectives
+    beside = [[kernel.flops for kernel in piece.beside if kernel.flops > ROWS * WIDTH] for piece in pieces]
+    assert beside == [[2 * ROWS / 4 * WIDTH * 2 * WIDTH]] * 3 + [[]]
+
+
 def test_what_is_sharded_over_every_second_rank_goes_through_its_own_part_of_the_network(graphs):
     """Of four ranks on two nodes, neighbours that split the model share a node; those that share its parts do not."""
     two_nodes = dataclasses.replace(SMALL, ranks_per_node=2)

@@ -216,6 +216,7 @@ WRONG_VALUES = {
     "forward_prefetch": [-1, "far", 1.5],
     "backward_prefetch": [-1, "far", 1.5],
     "collective_lowering": ["fast", None],
+    "collective_pieces": [0, True, "many"],
     "gradient_reduction": ["median", None],
     "sharding_strategy": ["auto", 1, None],
     "mp_policy": [torch.bfloat16, {"encoder.*": MixedPrecisionPolicy()}],

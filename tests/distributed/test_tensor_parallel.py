@@ -134,6 +134,22 @@ def test_it_trains_as_the_whole_model(world_size, parallelize):
     assert_trained_alike(model, *train(model, clip, whole=False), expected())
 
 
+@pytest.mark.parametrize(
+    "parallelize, backend", [(by_sequence, "inductor"), (by_sequence, "aot_eager"), (by_tensor, "inductor")]
+)
+@on_ranks(4)
+def test_it_trains_in_pieces_as_the_whole_model(world_size, parallelize, backend):
+    """Each rank has two tokens of a row in by_sequence: each is a piece."""
+    root, options = root_mesh(), {"backend": backend, "fullgraph": True, "collective_pieces": 2}
+    model = fsdp_compile(parallelize(Net(), root["tp"]), root["dp"], **options)
+    assert_trained_alike(model, *train(model, clip, whole=False), expected())
+    (graphs,) = model.graphs
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor") if parallelize is by_sequence else ("all_reduce",)
+    for side in graphs.sides:
+        sent = [node for node in side.graph.nodes if node.name.startswith(names)]
+        assert len(sent) >= 2 * 2 * len(model.blocks) / (3 - len(names)), side.title
+
+
 @BOTH_PLANS
 @on_ranks(4)
 def test_it_is_planned_by_default_and_trains_as_the_whole_model(world_size, parallelize):

@@ -1,0 +1,326 @@
+"""Decompose collectives of the model into pieces, which travel beside the matmuls that read or feed them.
+
+    Before   f = wait(all_gather_into_tensor(x)); y = mm(f, w)
+             z = mm(a, w); r = wait(reduce_scatter_tensor(z))
+    After    with two pieces:
+             p = all_gather_into_tensor(x[0]); q = all_gather_into_tensor(x[1])
+             y0 = mm(wait(p), w); y1 = mm(wait(q), w); y = cat([y0, y1])
+             z0 = mm(a[0], w); p = reduce_scatter_tensor(z0); z1 = mm(a[1], w); q = reduce_scatter_tensor(z1)
+             r = cat([wait(p), wait(q)])
+    Needs    nothing; it runs before communication is inserted, and before the collectives are overlapped
+    Keeps    every row of every product; kernels for fewer rows may round them otherwise
+    Cost     O(nodes) for each collective; each product, or what it reads, is copied once more
+
+Tensor parallelism waits for activations before the matmuls of a layer, and after them: nothing else is there to be
+computed meanwhile. A row of a product needs a row of what is gathered, and a row of what is reduced needs a row of each
+product. So the second piece is gathered while the first is multiplied, and the first is reduced while the second is
+multiplied (Wang et al., "Overlap communication with dependent computation via decomposition", 2023; "asynchronous
+tensor parallelism" elsewhere).
+
+A collective is cut along the longest dimension of what a rank has, but for the columns. Its shape alone says so, and
+every collective of rows is cut: what stands around it may differ from rank to rank, as where the last of them has fewer
+columns, and pads them. Where it is shorter than there are pieces, each row is one. Symbolic sizes are not cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.fx
+
+from . import analysis, metadata, ops
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+_ALL_GATHER, _REDUCE_SCATTER = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default
+_ALL_REDUCE = _c10d.all_reduce.default
+_VIEW, _SPLIT = _aten.view.default, _aten.split.Tensor
+_VIEWS = (_VIEW, _aten._unsafe_view.default, _aten.reshape.default)
+_PRODUCTS: dict[Any, int] = {_aten.mm.default: 0, _aten.addmm.default: 1}
+"""Matmuls, and which argument is the matrix of rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecomposeCollectives:
+    """`pieces`: of each collective."""
+
+    pieces: int = 2
+
+    def __call__(self, gm: torch.fx.GraphModule) -> None:
+        for collective in list(gm.graph.nodes):
+            if not _is_of_rows(collective):
+                continue
+            if ops.is_call(collective, _ALL_GATHER):
+                _decompose_gather(collective, self.pieces)
+            else:
+                _decompose_reduction(collective, self.pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How the rows of a full tensor are shared among ranks.
+
+    Attributes:
+        sizes: of what a rank has, without the columns.
+        dim: along which the parts of ranks are put together.
+    """
+
+    sizes: tuple[int, ...]
+    ranks: int
+    dim: int = 0
+
+    @property
+    def cut(self) -> int:
+        """The dimension that pieces are cut along."""
+        return self.sizes.index(max(self.sizes))
+
+    def bounds(self, pieces: int) -> list[tuple[int, int]]:
+        """Begin and end of each piece, along that dimension."""
+        size = max(self.sizes)
+        cuts = [index * size // pieces for index in range(pieces + 1)]
+        return [(begin, end) for begin, end in pairwise(cuts) if begin < end]
+
+    def rank_by_rank(self, full: torch.fx.Node) -> torch.fx.Node:
+        """[ranks, *sizes, columns] of a full matrix: [rows, columns]."""
+        shape = [*self.sizes[: self.dim], self.ranks, *self.sizes[self.dim :], _columns(full)]
+        return _moved(ops.call(full.graph, _VIEW, full, shape, like=full), self.dim, 0)
+
+    def put_together(self, parts: Sequence[torch.fx.Node], like: torch.fx.Node) -> torch.fx.Node:
+        """The value of `like`, a full tensor, from pieces of it that are matrices, rank by rank."""
+        shape = [self.ranks, *self.sizes, _columns(like)]
+        shape[1 + self.cut] = -1
+        blocks = [_moved(ops.call(like.graph, _VIEW, part, shape, like=like), 0, self.dim) for part in parts]
+        joined = ops.call(like.graph, _aten.cat.default, blocks, self.cut + (self.cut >= self.dim), like=like)
+        return ops.call(like.graph, _VIEW, joined, list(like.meta["val"].shape), like=like)
+
+
+def _decompose_gather(collective: torch.fx.Node, pieces: int) -> None:
+    graph, (wait,), ranks = collective.graph, analysis.waits_of(collective), collective.args[1]
+    rows, full = _in_order(wait, _sizes(collective.all_input_nodes[0]), ranks)
+    needed = {product: _needed_before(full, product) for product in _products_of(full)}
+    products = [product for product, nodes in needed.items() if nodes is not None]
+    for node in dict.fromkeys(node for product in products for node in needed[product] or ()):
+        full.prepend(node)
+    with graph.inserting_before(collective):
+        source = collective.all_input_nodes[0]
+        pending = [_sent(collective, _part(source, rows.cut, *bound), rows) for bound in rows.bounds(pieces)]
+    matrices, results = [], []
+    with graph.inserting_before(full):
+        for each in pending:
+            matrices.append(ops.call(graph, _VIEW, _received(wait, each), [-1, _columns(full)], like=full))
+            results.append([_with_rows(product, matrices[-1]) for product in products])
+        for product, parts in zip(products, zip(*results, strict=True), strict=True):
+            product.replace_all_uses_with(rows.put_together(parts, product))
+    _erase_unread(products)
+    if full.users:
+        with graph.inserting_before(full):
+            full.replace_all_uses_with(rows.put_together(matrices, full))
+        _erase_unread([full])
+
+
+def _decompose_reduction(collective: torch.fx.Node, pieces: int) -> None:
+    graph, (wait,), (sent,) = collective.graph, analysis.waits_of(collective), collective.all_input_nodes
+    ranks = collective.args[2] if ops.is_call(collective, _REDUCE_SCATTER) else 1
+    rows, summed = _before_order(sent, _sizes(collective), ranks)
+    pending: list[torch.fx.Node] = []
+    received: list[torch.fx.Node] = []
+    with graph.inserting_before(collective):
+        for bound in rows.bounds(pieces):
+            part = _piece_of_sum(summed, rows, *bound) if _is_sum_of_products(summed) else _piece(sent, rows, *bound)
+            pending.append(_sent(collective, part, rows))
+            received += [_received(wait, each) for each in pending[-2:-1]]
+    with graph.inserting_before(wait):
+        received.append(_received(wait, pending[-1]))
+        wait.replace_all_uses_with(ops.call(graph, _aten.cat.default, received, rows.cut, like=wait))
+    _erase_unread([wait])
+
+
+def _is_of_rows(collective: torch.fx.Node) -> bool:
+    """Whether this sends rows of columns, of sizes that are numbers, more than one."""
+    if not ops.is_call(collective, _ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE):
+        return False
+    shapes = [node.meta["val"].shape for node in (*collective.all_input_nodes, collective)]
+    has_numbers = all(isinstance(size, int) for shape in shapes for size in shape)
+    return has_numbers and max(min(shapes, key=len)[:-1], default=0) > 1 and len(analysis.waits_of(collective)) == 1
+
+
+def _sizes(node: torch.fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape[:-1])
+
+
+def _columns(node: torch.fx.Node) -> int:
+    columns: int = node.meta["val"].shape[-1]
+    return columns
+
+
+def _in_order(wait: torch.fx.Node, sizes: tuple[int, ...], ranks: Any) -> tuple[Rows, torch.fx.Node]:
+    """What is gathered, with the rows in the order of the tensor that ranks have parts of.
+
+    A gather puts parts together along the first dimension. Those of another one are split there, and put together
+    along that.
+    """
+    readers = list(wait.users)
+    if len(readers) == 1 and ops.is_call(readers[0], _SPLIT):
+        parts = sorted(readers[0].users, key=lambda part: part.args[1])  # type: ignore[arg-type,return-value]
+        joined = {user for part in parts for user in part.users}
+        if len(joined) == 1 and len(parts) == ranks:
+            full = joined.pop()
+            if (dim := _joined_along(full, parts)) is not None:
+                return Rows(sizes, ranks, dim), full
+    return Rows(sizes, ranks), wait
+
+
+def _before_order(sent: torch.fx.Node, sizes: tuple[int, ...], ranks: Any) -> tuple[Rows, torch.fx.Node]:
+    """As `_in_order`, of what is put together for a reduction, which takes parts along the first dimension."""
+    splits = {part.all_input_nodes[0] for part in sent.all_input_nodes if part.target is operator.getitem}
+    if len(splits) == 1 and ops.is_call(split := splits.pop(), _SPLIT) and _joined_along(sent, list(split.users)) == 0:
+        (summed,), dim = split.all_input_nodes, split.args[2] if len(split.args) > 2 else 0
+        if len(split.users) == ranks and len(summed.users) == 1:
+            return Rows(sizes, ranks, dim), summed  # type: ignore[arg-type]
+    return Rows(sizes, ranks), sent
+
+
+def _joined_along(node: torch.fx.Node, parts: Sequence[torch.fx.Node]) -> int | None:
+    """The dimension along which `node` puts exactly these together, in their order; None if it does not."""
+    if not ops.is_call(node, _aten.cat.default) or list(node.args[0]) != list(parts):  # type: ignore[arg-type]
+        return None
+    num_dims = node.meta["val"].dim()
+    dim: int = (node.args[1] if len(node.args) > 1 else 0) % num_dims
+    return dim if dim < num_dims - 1 and all(len(part.users) == 1 for part in parts) else None
+
+
+def _products_of(full: torch.fx.Node) -> list[torch.fx.Node]:
+    """The matmuls whose rows are those of `full`."""
+    matrices = [full]
+    for matrix in matrices:
+        matrices += [user for user in matrix.users if _keeps_rows(user)]
+    return [user for matrix in matrices for user in matrix.users if _matrix_of(user) is matrix]
+
+
+def _keeps_rows(view: torch.fx.Node) -> bool:
+    return view.target in _VIEWS and _columns(view) == _columns(view.all_input_nodes[0])
+
+
+def _matrix_of(product: torch.fx.Node) -> torch.fx.Node | None:
+    """The matrix whose rows a matmul multiplies; None for another node."""
+    index = _PRODUCTS.get(product.target)
+    matrix = None if index is None else product.args[index]
+    return matrix if isinstance(matrix, torch.fx.Node) and product.args.count(matrix) == 1 else None
+
+
+def _is_sum_of_products(node: torch.fx.Node) -> bool:
+    """Whether this is a matmul, or a sum of such, that nothing reads but what is computed from it here."""
+    if len(node.users) != 1:
+        return False
+    if (matrix := _matrix_of(node)) is not None:
+        return bool(matrix.meta["val"].is_contiguous())
+    is_sum = ops.is_call(node, _aten.add.Tensor) and not node.kwargs and len(node.all_input_nodes) == 2
+    shapes = {source.meta["val"].shape for source in node.all_input_nodes}
+    return (_keeps_rows(node) or (is_sum and len(shapes) == 1)) and all(map(_is_sum_of_products, node.all_input_nodes))
+
+
+def _needed_before(full: torch.fx.Node, product: torch.fx.Node) -> list[torch.fx.Node] | None:
+    """What a matmul reads besides the rows and what stands behind `full`, in order; None where that cannot move."""
+    found: dict[torch.fx.Node, None] = {}
+
+    def find(node: torch.fx.Node) -> bool:
+        if node < full:
+            return True
+        if not _may_move(node) or not all(map(find, node.all_input_nodes)):
+            return False
+        found[node] = None
+        return True
+
+    others = [source for source in product.all_input_nodes if source is not _matrix_of(product)]
+    return list(found) if all(map(find, others)) else None
+
+
+def _may_move(node: torch.fx.Node) -> bool:
+    """Whether this is a parameter, or light to compute from one."""
+    if not isinstance(node.target, torch._ops.OpOverload) or ops.is_functional_collective(node):
+        return False
+    has_order = ops.is_functional_wait(node) or analysis.is_random(node) or node.target._schema.is_mutable
+    return not has_order and not analysis.is_heavy(node)
+
+
+def _sent(collective: torch.fx.Node, part: torch.fx.Node, rows: Rows) -> torch.fx.Node:
+    """A collective like this one, of a piece of what it sends."""
+    value, (first, *others) = part.meta["val"], part.meta["val"].shape
+    if ops.is_call(collective, _ALL_GATHER):
+        value = value.new_empty([first * rows.ranks, *others])
+    elif ops.is_call(collective, _REDUCE_SCATTER):
+        value = value.new_empty([first // rows.ranks, *others])
+    rest = collective.args[1:]
+    return ops.call(collective.graph, collective.target, part, *rest, like=collective, value=value)
+
+
+def _received(wait: torch.fx.Node, pending: torch.fx.Node) -> torch.fx.Node:
+    return ops.call(wait.graph, wait.target, pending, like=wait, value=pending.meta["val"])
+
+
+def _piece(sent: torch.fx.Node, rows: Rows, begin: int, end: int) -> torch.fx.Node:
+    """A piece of what a reduction sends."""
+    graph, columns = sent.graph, _columns(sent)
+    of_ranks = ops.call(graph, _aten.reshape.default, sent, [rows.ranks, *rows.sizes, columns], like=sent)
+    return _as_sent(_part(of_ranks, 1 + rows.cut, begin, end), rows, end - begin)
+
+
+def _piece_of_sum(summed: torch.fx.Node, rows: Rows, begin: int, end: int) -> torch.fx.Node:
+    """The same, of a sum of products."""
+    return _as_sent(_sum_of_part(summed, rows, begin, end), rows, end - begin)
+
+
+def _as_sent(part: torch.fx.Node, rows: Rows, size: int) -> torch.fx.Node:
+    """Rows of a piece, rank by rank, as a reduction takes them."""
+    sizes = [*rows.sizes[: rows.cut], size, *rows.sizes[rows.cut + 1 :]]
+    return ops.call(part.graph, _VIEW, part, [rows.ranks * sizes[0], *sizes[1:], _columns(part)], like=part)
+
+
+def _sum_of_part(node: torch.fx.Node, rows: Rows, begin: int, end: int) -> torch.fx.Node:
+    """What `node`, a sum of products, is of a piece of the rows, rank by rank: [rows, columns]."""
+    if node.target in _VIEWS:
+        return _sum_of_part(node.all_input_nodes[0], rows, begin, end)
+    if (matrix := _matrix_of(node)) is None:
+        added = [_sum_of_part(source, rows, begin, end) for source in node.args]  # type: ignore[arg-type]
+        return ops.call(node.graph, _aten.add.Tensor, *added, like=node)
+    part = _part(rows.rank_by_rank(matrix), 1 + rows.cut, begin, end)
+    return _with_rows(node, ops.call(node.graph, _VIEW, part, [-1, _columns(matrix)], like=matrix))
+
+
+def _with_rows(product: torch.fx.Node, matrix: torch.fx.Node) -> torch.fx.Node:
+    """A matmul like this one, of other rows."""
+    arguments = list(product.args)
+    arguments[_PRODUCTS[product.target]] = matrix
+    return ops.call(product.graph, product.target, *arguments, like=product)
+
+
+def _part(node: torch.fx.Node, dim: int, begin: int, end: int) -> torch.fx.Node:
+    """A part along a dimension, one element after another in memory."""
+    part = ops.call(node.graph, _aten.slice.Tensor, node, dim, begin, end, like=node)
+    if (value := part.meta["val"]).is_contiguous():
+        return part
+    copied = node.graph.call_function(_aten.clone.default, (part,), {"memory_format": torch.contiguous_format})
+    metadata.describe(copied, value.new_empty(value.shape), like=node)
+    return copied
+
+
+def _moved(node: torch.fx.Node, dim: int, place: int) -> torch.fx.Node:
+    """One dimension in another place among the others."""
+    if dim == place:
+        return node
+    order = list(range(node.meta["val"].dim()))
+    order.insert(place, order.pop(dim))
+    return ops.call(node.graph, _aten.permute.default, node, order, like=node)
+
+
+def _erase_unread(nodes: Sequence[torch.fx.Node]) -> None:
+    """Erase these, and what they alone read."""
+    for node in nodes:
+        if not node.users and node.op == "call_function":
+            sources = node.all_input_nodes
+            node.graph.erase_node(node)
+            _erase_unread(sources)
