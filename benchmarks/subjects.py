@@ -244,12 +244,13 @@ SUBJECTS = {
     ),
     **{f"fsdp_compile-{name}": narrower(sent) for name, sent in NARROWER.items()},
     **{f"fsdp_compile-{name}": replicas(sent) for name, sent in REPLICAS.items()},
+    "fsdp_compile-pieces": Subject(partial(ours, hardware=False, collective_pieces=2)),
     "fsdp_compile-packed": Subject(partial(ours, hardware=False, collective_lowering="packed")),
     "fsdp_compile-grouped": Subject(partial(ours, hardware=False, collective_lowering="grouped")),
 }
 """updates: the optimizer steps in the backward; kept: parameters stay full after the forward; plain: without a plan;
 fit: planned in FSDP2's memory, tight: in 0.8 of it; messages: what fsdp_compile sends without a plan, and nothing
-computed."""
+computed; pieces: the model's own collectives are decomposed."""
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
