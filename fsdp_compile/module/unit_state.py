@@ -54,7 +54,8 @@ class UnitState:
         if trained and all(parameter.grad is None for parameter in trained):
             raise RuntimeError(
                 f"no backward has computed gradients of {type(self.module).__name__}: a compiled backward cannot be "
-                "split into one for inputs and one for weights, as zero bubble schedules do; 1F1B does not"
+                "split into one for inputs and one for weights, as zero bubble schedules do. With "
+                "PipelineStage(..., dw_builder=lambda: lambda: None) it is whole where they have the one of inputs"
             )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from fsdp_compile import compat
@@ -21,6 +22,11 @@ from tests.models import DEVICE, seeded
 from tests.ranks import on_ranks
 
 MICROBATCHES, ROWS, WIDTH = 4, 2, 8
+
+
+def nothing_is_left():
+    """For a `dw_builder`: the backward of weights was run with that of inputs."""
+    return lambda: None
 
 
 class Block(nn.Module):
@@ -38,20 +44,20 @@ def loss_of(output, target):
     return nn.functional.mse_loss(output, target)
 
 
-def stages_of(whole, mesh, stages_of_rank):
+def stages_of(whole, mesh, stages_of_rank, *, is_v=False, **options):
     """This rank's stages of a model of blocks, with their numbers, sharded along the second axis of the mesh.
 
-    Their parameters have the names that they have in the whole.
+    Their parameters have the names that they have in the whole. Where `is_v`, the first rank has the last stage, too.
     """
     pipe, number = mesh.get_local_rank("pipe"), mesh.size(0)
     count = number * stages_of_rank
     length = len(whole) // count
-    for index in range(pipe, count, number):
+    for index in (pipe, count - 1 - pipe) if is_v else range(pipe, count, number):
         part = copy.deepcopy(whole[index * length : (index + 1) * length])
         for block in part:
             compat.fully_shard(block, mesh=mesh["shards"], backend="aot_eager")
         compat.fully_shard(part, mesh=mesh["shards"], backend="aot_eager")
-        yield index, PipelineStage(part, index, count, DEVICE, group=mesh.get_group("pipe"))
+        yield index, PipelineStage(part, index, count, DEVICE, group=mesh.get_group("pipe"), **options)
 
 
 def pipelined(schedule, stages):
@@ -64,14 +70,21 @@ def batch(rank, number):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages_of_rank"), [(Schedule1F1B, 1), (ScheduleGPipe, 1), (ScheduleInterleaved1F1B, 2)]
+    ("schedule", "stages_of_rank", "options"),
+    [
+        (Schedule1F1B, 1, {}),
+        (ScheduleGPipe, 1, {}),
+        (ScheduleInterleaved1F1B, 2, {}),
+        (ScheduleInterleavedZeroBubble, 2, {"dw_builder": nothing_is_left}),
+        (ScheduleZBVZeroBubble, 2, {"dw_builder": nothing_is_left, "is_v": True}),
+    ],
 )
 @on_ranks(2, 4)
-def test_stages_train_as_the_whole(world_size, schedule, stages_of_rank):
+def test_stages_train_as_the_whole(world_size, schedule, stages_of_rank, options):
     torch.manual_seed(0)
     whole = nn.Sequential(*(Block() for _ in range(4)))
     mesh = init_device_mesh(DEVICE.type, (2, world_size // 2), mesh_dim_names=("pipe", "shards"))
-    stages = dict(stages_of(whole, mesh, stages_of_rank))
+    stages = dict(stages_of(whole, mesh, stages_of_rank, **options))
     run = pipelined(schedule, list(stages.values()))
     parameters = {name: each for stage in stages.values() for name, each in stage.submod.named_parameters()}
     wanted, last = dict(whole.named_parameters()), 2 * stages_of_rank - 1
