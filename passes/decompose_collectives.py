@@ -38,7 +38,7 @@ from . import analysis, metadata, ops
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _ALL_GATHER, _REDUCE_SCATTER = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default
 _ALL_REDUCE = _c10d.all_reduce.default
-_VIEW, _SPLIT = _aten.view.default, _aten.split.Tensor
+_VIEW, _SPLIT, _SLICE = _aten.view.default, _aten.split.Tensor, _aten.slice.Tensor
 _VIEWS = (_VIEW, _aten._unsafe_view.default, _aten.reshape.default)
 _PRODUCTS: dict[Any, int] = {_aten.mm.default: 0, _aten.addmm.default: 1}
 """Matmuls, and which argument is the matrix of rows."""
@@ -51,13 +51,38 @@ class DecomposeCollectives:
     pieces: int = 2
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
+        new = Insert()
         for collective in list(gm.graph.nodes):
-            if not _is_of_rows(collective):
-                continue
-            if ops.is_call(collective, _ALL_GATHER):
-                _decompose_gather(collective, self.pieces)
-            else:
-                _decompose_reduction(collective, self.pieces)
+            if _is_of_rows(collective):
+                decompose = _decompose_gather if ops.is_call(collective, _ALL_GATHER) else _decompose_reduction
+                decompose(new, collective, self.pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Insert:
+    """Inserts calls like a node.
+
+    Attributes:
+        values: by kind of a call, of which they are computed once: most pieces are equal, and most layers.
+    """
+
+    values: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, like: torch.fx.Node, target: Any, *args: Any) -> torch.fx.Node:
+        kind = (target, *map(_kind, (*args[:2], args[3] - args[2]) if target is _SLICE else args))
+        node = ops.call(like.graph, target, *args, like=like, value=self.values.get(kind))
+        self.values.setdefault(kind, node.meta["val"])
+        return node
+
+
+def _kind(argument: Any) -> Any:
+    """What is equal of arguments with which calls have results of equal sizes, strides and dtypes."""
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_kind, argument))
+    if isinstance(argument, torch.fx.Node):
+        value = argument.meta["val"]
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    return argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,21 +109,21 @@ class Rows:
         cuts = [index * size // pieces for index in range(pieces + 1)]
         return [(begin, end) for begin, end in pairwise(cuts) if begin < end]
 
-    def rank_by_rank(self, full: torch.fx.Node) -> torch.fx.Node:
+    def rank_by_rank(self, new: Insert, full: torch.fx.Node) -> torch.fx.Node:
         """[ranks, *sizes, columns] of a full matrix: [rows, columns]."""
         shape = [*self.sizes[: self.dim], self.ranks, *self.sizes[self.dim :], _columns(full)]
-        return _moved(ops.call(full.graph, _VIEW, full, shape, like=full), self.dim, 0)
+        return _moved(new, new(full, _VIEW, full, shape), self.dim, 0)
 
-    def put_together(self, parts: Sequence[torch.fx.Node], like: torch.fx.Node) -> torch.fx.Node:
+    def put_together(self, new: Insert, parts: Sequence[torch.fx.Node], like: torch.fx.Node) -> torch.fx.Node:
         """The value of `like`, a full tensor, from pieces of it that are matrices, rank by rank."""
         shape = [self.ranks, *self.sizes, _columns(like)]
         shape[1 + self.cut] = -1
-        blocks = [_moved(ops.call(like.graph, _VIEW, part, shape, like=like), 0, self.dim) for part in parts]
-        joined = ops.call(like.graph, _aten.cat.default, blocks, self.cut + (self.cut >= self.dim), like=like)
-        return ops.call(like.graph, _VIEW, joined, list(like.meta["val"].shape), like=like)
+        blocks = [_moved(new, new(like, _VIEW, part, shape), 0, self.dim) for part in parts]
+        joined = new(like, _aten.cat.default, blocks, self.cut + (self.cut >= self.dim))
+        return new(like, _VIEW, joined, list(like.meta["val"].shape))
 
 
-def _decompose_gather(collective: torch.fx.Node, pieces: int) -> None:
+def _decompose_gather(new: Insert, collective: torch.fx.Node, pieces: int) -> None:
     graph, (wait,), ranks = collective.graph, analysis.waits_of(collective), collective.args[1]
     rows, full = _in_order(wait, _sizes(collective.all_input_nodes[0]), ranks)
     needed = {product: _needed_before(full, product) for product in _products_of(full)}
@@ -107,35 +132,36 @@ def _decompose_gather(collective: torch.fx.Node, pieces: int) -> None:
         full.prepend(node)
     with graph.inserting_before(collective):
         source = collective.all_input_nodes[0]
-        pending = [_sent(collective, _part(source, rows.cut, *bound), rows) for bound in rows.bounds(pieces)]
+        pending = [_sent(collective, _part(new, source, rows.cut, *bound), rows) for bound in rows.bounds(pieces)]
     matrices, results = [], []
     with graph.inserting_before(full):
         for each in pending:
-            matrices.append(ops.call(graph, _VIEW, _received(wait, each), [-1, _columns(full)], like=full))
-            results.append([_with_rows(product, matrices[-1]) for product in products])
+            matrices.append(new(full, _VIEW, _received(wait, each), [-1, _columns(full)]))
+            results.append([_with_rows(new, product, matrices[-1]) for product in products])
         for product, parts in zip(products, zip(*results, strict=True), strict=True):
-            product.replace_all_uses_with(rows.put_together(parts, product))
+            product.replace_all_uses_with(rows.put_together(new, parts, product))
     _erase_unread(products)
     if full.users:
         with graph.inserting_before(full):
-            full.replace_all_uses_with(rows.put_together(matrices, full))
+            full.replace_all_uses_with(rows.put_together(new, matrices, full))
         _erase_unread([full])
 
 
-def _decompose_reduction(collective: torch.fx.Node, pieces: int) -> None:
+def _decompose_reduction(new: Insert, collective: torch.fx.Node, pieces: int) -> None:
     graph, (wait,), (sent,) = collective.graph, analysis.waits_of(collective), collective.all_input_nodes
     ranks = collective.args[2] if ops.is_call(collective, _REDUCE_SCATTER) else 1
     rows, summed = _before_order(sent, _sizes(collective), ranks)
+    is_sum = _is_sum_of_products(summed)
     pending: list[torch.fx.Node] = []
     received: list[torch.fx.Node] = []
     with graph.inserting_before(collective):
         for bound in rows.bounds(pieces):
-            part = _piece_of_sum(summed, rows, *bound) if _is_sum_of_products(summed) else _piece(sent, rows, *bound)
-            pending.append(_sent(collective, part, rows))
+            part = _sum_of_part(new, summed, rows, *bound) if is_sum else _part_of(new, sent, rows, *bound)
+            pending.append(_sent(collective, _as_sent(new, part, rows, *bound), rows))
             received += [_received(wait, each) for each in pending[-2:-1]]
     with graph.inserting_before(wait):
         received.append(_received(wait, pending[-1]))
-        wait.replace_all_uses_with(ops.call(graph, _aten.cat.default, received, rows.cut, like=wait))
+        wait.replace_all_uses_with(new(wait, _aten.cat.default, received, rows.cut))
     _erase_unread([wait])
 
 
@@ -262,45 +288,39 @@ def _received(wait: torch.fx.Node, pending: torch.fx.Node) -> torch.fx.Node:
     return ops.call(wait.graph, wait.target, pending, like=wait, value=pending.meta["val"])
 
 
-def _piece(sent: torch.fx.Node, rows: Rows, begin: int, end: int) -> torch.fx.Node:
-    """A piece of what a reduction sends."""
-    graph, columns = sent.graph, _columns(sent)
-    of_ranks = ops.call(graph, _aten.reshape.default, sent, [rows.ranks, *rows.sizes, columns], like=sent)
-    return _as_sent(_part(of_ranks, 1 + rows.cut, begin, end), rows, end - begin)
-
-
-def _piece_of_sum(summed: torch.fx.Node, rows: Rows, begin: int, end: int) -> torch.fx.Node:
-    """The same, of a sum of products."""
-    return _as_sent(_sum_of_part(summed, rows, begin, end), rows, end - begin)
-
-
-def _as_sent(part: torch.fx.Node, rows: Rows, size: int) -> torch.fx.Node:
+def _as_sent(new: Insert, part: torch.fx.Node, rows: Rows, begin: int, end: int) -> torch.fx.Node:
     """Rows of a piece, rank by rank, as a reduction takes them."""
-    sizes = [*rows.sizes[: rows.cut], size, *rows.sizes[rows.cut + 1 :]]
-    return ops.call(part.graph, _VIEW, part, [rows.ranks * sizes[0], *sizes[1:], _columns(part)], like=part)
+    sizes = [*rows.sizes[: rows.cut], end - begin, *rows.sizes[rows.cut + 1 :]]
+    return new(part, _VIEW, part, [rows.ranks * sizes[0], *sizes[1:], _columns(part)])
 
 
-def _sum_of_part(node: torch.fx.Node, rows: Rows, begin: int, end: int) -> torch.fx.Node:
+def _part_of(new: Insert, sent: torch.fx.Node, rows: Rows, begin: int, end: int) -> torch.fx.Node:
+    """A piece of the rows of what a reduction sends, rank by rank."""
+    of_ranks = new(sent, _aten.reshape.default, sent, [rows.ranks, *rows.sizes, _columns(sent)])
+    return _part(new, of_ranks, 1 + rows.cut, begin, end)
+
+
+def _sum_of_part(new: Insert, node: torch.fx.Node, rows: Rows, begin: int, end: int) -> torch.fx.Node:
     """What `node`, a sum of products, is of a piece of the rows, rank by rank: [rows, columns]."""
     if node.target in _VIEWS:
-        return _sum_of_part(node.all_input_nodes[0], rows, begin, end)
+        return _sum_of_part(new, node.all_input_nodes[0], rows, begin, end)
     if (matrix := _matrix_of(node)) is None:
-        added = [_sum_of_part(source, rows, begin, end) for source in node.args]  # type: ignore[arg-type]
-        return ops.call(node.graph, _aten.add.Tensor, *added, like=node)
-    part = _part(rows.rank_by_rank(matrix), 1 + rows.cut, begin, end)
-    return _with_rows(node, ops.call(node.graph, _VIEW, part, [-1, _columns(matrix)], like=matrix))
+        added = [_sum_of_part(new, source, rows, begin, end) for source in node.args]  # type: ignore[arg-type]
+        return new(node, _aten.add.Tensor, *added)
+    part = _part(new, rows.rank_by_rank(new, matrix), 1 + rows.cut, begin, end)
+    return _with_rows(new, node, new(matrix, _VIEW, part, [-1, _columns(matrix)]))
 
 
-def _with_rows(product: torch.fx.Node, matrix: torch.fx.Node) -> torch.fx.Node:
+def _with_rows(new: Insert, product: torch.fx.Node, matrix: torch.fx.Node) -> torch.fx.Node:
     """A matmul like this one, of other rows."""
     arguments = list(product.args)
     arguments[_PRODUCTS[product.target]] = matrix
-    return ops.call(product.graph, product.target, *arguments, like=product)
+    return new(product, product.target, *arguments)
 
 
-def _part(node: torch.fx.Node, dim: int, begin: int, end: int) -> torch.fx.Node:
+def _part(new: Insert, node: torch.fx.Node, dim: int, begin: int, end: int) -> torch.fx.Node:
     """A part along a dimension, one element after another in memory."""
-    part = ops.call(node.graph, _aten.slice.Tensor, node, dim, begin, end, like=node)
+    part = new(node, _SLICE, node, dim, begin, end)
     if (value := part.meta["val"]).is_contiguous():
         return part
     copied = node.graph.call_function(_aten.clone.default, (part,), {"memory_format": torch.contiguous_format})
@@ -308,13 +328,13 @@ def _part(node: torch.fx.Node, dim: int, begin: int, end: int) -> torch.fx.Node:
     return copied
 
 
-def _moved(node: torch.fx.Node, dim: int, place: int) -> torch.fx.Node:
+def _moved(new: Insert, node: torch.fx.Node, dim: int, place: int) -> torch.fx.Node:
     """One dimension in another place among the others."""
     if dim == place:
         return node
     order = list(range(node.meta["val"].dim()))
     order.insert(place, order.pop(dim))
-    return ops.call(node.graph, _aten.permute.default, node, order, like=node)
+    return new(node, _aten.permute.default, node, order)
 
 
 def _erase_unread(nodes: Sequence[torch.fx.Node]) -> None:

@@ -134,9 +134,7 @@ def test_it_trains_as_the_whole_model(world_size, parallelize):
     assert_trained_alike(model, *train(model, clip, whole=False), expected())
 
 
-@pytest.mark.parametrize(
-    "parallelize, backend", [(by_sequence, "inductor"), (by_sequence, "aot_eager"), (by_tensor, "inductor")]
-)
+@pytest.mark.parametrize(("parallelize", "backend"), [(by_sequence, "inductor"), (by_tensor, "aot_eager")])
 @on_ranks(4)
 def test_it_trains_in_pieces_as_the_whole_model(world_size, parallelize, backend):
     """Each rank has two tokens of a row in by_sequence: each is a piece."""
