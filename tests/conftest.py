@@ -58,7 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    # One worker waits for the other in the end: the shortest files, those of passes, come last.
+    items.sort(key=lambda item: (item.path.name not in LONGEST, item.path.parent.name == "passes"))
     for item in items:
         item.runtest = functools.partial(ranks.with_deep_stack, item.runtest)  # type: ignore[method-assign]
 
