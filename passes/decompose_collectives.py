@@ -190,28 +190,41 @@ def _in_order(wait: torch.fx.Node, sizes: tuple[int, ...], ranks: Any) -> tuple[
     along that.
     """
     readers = list(wait.users)
-    if len(readers) == 1 and ops.is_call(readers[0], _SPLIT):
-        parts = sorted(readers[0].users, key=lambda part: part.args[1])  # type: ignore[arg-type,return-value]
-        joined = {user for part in parts for user in part.users}
-        if len(joined) == 1 and len(parts) == ranks:
-            full = joined.pop()
-            if (dim := _joined_along(full, parts)) is not None:
-                return Rows(sizes, ranks, dim), full
+    if len(readers) == 1 and (parts := _parts_of(readers[0], 0, ranks)):
+        full = next(iter(parts[0].users))
+        if (dim := _joined_along(full, parts)) is not None:
+            return Rows(sizes, ranks, dim), full
     return Rows(sizes, ranks), wait
 
 
 def _before_order(sent: torch.fx.Node, sizes: tuple[int, ...], ranks: Any) -> tuple[Rows, torch.fx.Node]:
     """As `_in_order`, of what is put together for a reduction, which takes parts along the first dimension."""
     splits = {part.all_input_nodes[0] for part in sent.all_input_nodes if part.target is operator.getitem}
-    if len(splits) == 1 and ops.is_call(split := splits.pop(), _SPLIT) and _joined_along(sent, list(split.users)) == 0:
-        (summed,), dim = split.all_input_nodes, split.args[2] if len(split.args) > 2 else 0
-        if len(split.users) == ranks and len(summed.users) == 1:
-            return Rows(sizes, ranks, dim), summed  # type: ignore[arg-type]
+    for split in splits if len(splits) == 1 else ():
+        for dim in range(len(sizes)):
+            if (parts := _parts_of(split, dim, ranks)) and _joined_along(sent, parts) == 0:
+                return Rows(sizes, ranks, dim), split.all_input_nodes[0]
     return Rows(sizes, ranks), sent
 
 
+def _parts_of(split: torch.fx.Node, dim: int, ranks: int) -> list[torch.fx.Node]:
+    """One for each rank, in their order, where this splits a tensor along the dimension; else none."""
+    if not ops.is_call(split, _SPLIT) or (split.args[2] if len(split.args) > 2 else 0) not in (dim, dim - _dims(split)):
+        return []
+    parts = {part.args[1]: part for part in split.users}
+    return [parts[rank] for rank in range(ranks)] if sorted(parts) == list(range(ranks)) else []  # type: ignore[type-var]
+
+
+def _dims(split: torch.fx.Node) -> int:
+    dims: int = split.all_input_nodes[0].meta["val"].dim()
+    return dims
+
+
 def _joined_along(node: torch.fx.Node, parts: Sequence[torch.fx.Node]) -> int | None:
-    """The dimension along which `node` puts exactly these together, in their order; None if it does not."""
+    """The dimension along which `node` puts exactly these together, in their order, and nothing else reads them.
+
+    None if it does not, or along the columns.
+    """
     if not ops.is_call(node, _aten.cat.default) or list(node.args[0]) != list(parts):  # type: ignore[arg-type]
         return None
     num_dims = node.meta["val"].dim()

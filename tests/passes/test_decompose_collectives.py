@@ -17,16 +17,20 @@ from tests.passes.tracing import Pictures, copy_of
 _c10d = torch.ops._c10d_functional
 
 
-def gathered(x, dim, ranks):
-    """What ranks have parts of along `dim`, as DTensor gathers it."""
-    full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, ranks, "tp"))
-    return full if dim == 0 else torch.cat(torch.chunk(full, ranks), dim)
+def gathered(x, dim, order):
+    """What ranks have parts of along `dim`, as DTensor gathers it, where they come in this order."""
+    full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, len(order), "tp"))
+    return full if dim == 0 else torch.cat(in_order(torch.chunk(full, len(order)), order), dim)
 
 
-def scattered(x, dim, ranks):
-    """A rank's part along `dim` of the sum of all, as DTensor reduces it."""
-    parts = x if dim == 0 else torch.cat(torch.chunk(x, ranks, dim))
-    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(parts, "sum", ranks, "tp"))
+def in_order(parts, order):
+    return [parts[rank] for rank in order]
+
+
+def scattered(x, dim, order):
+    """A rank's part along `dim` of the sum of all, as DTensor reduces it, where they come in this order."""
+    parts = x if dim == 0 else torch.cat(in_order(torch.chunk(x, len(order), dim), order))
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(parts, "sum", len(order), "tp"))
 
 
 def summed(x):
@@ -43,20 +47,20 @@ def in_pieces(gm, pieces):
     return gm
 
 
-def layer(dim, ranks):
+def layer(dim, order):
     """Two linear layers that are split, the first by columns and the second by rows."""
 
     def run(x, up, gate, down):
-        full = gathered(x, dim, ranks)
+        full = gathered(x, dim, order)
         hidden = (full @ up) * (full @ gate)
-        return [scattered(hidden @ down, dim, ranks)]
+        return [scattered(hidden @ down, dim, order)]
 
     return run
 
 
 class TestDecomposeCollectives(Pictures):
     def test_what_is_gathered_is_multiplied_and_what_is_multiplied_is_reduced_piece_by_piece(self):
-        gm = traced(layer(0, 2), torch.ones(4, 3), torch.ones(3, 5), torch.ones(3, 5), torch.ones(5, 3))
+        gm = traced(layer(0, (0, 1)), torch.ones(4, 3), torch.ones(3, 5), torch.ones(3, 5), torch.ones(5, 3))
         self.assertExpectedInline(
             print_graph(gm, "before"),
             """\
@@ -117,7 +121,7 @@ after(x_1: f32[4,3], up_1: f32[3,5], gate_1: f32[3,5], down_1: f32[5,3])
         )
 
     def test_parts_of_another_dimension_are_put_in_order_after_they_were_multiplied(self):
-        gm = traced(lambda x, w: [gathered(x, 1, 2) @ w], torch.ones(2, 4, 3), torch.ones(3, 5))
+        gm = traced(lambda x, w: [gathered(x, 1, (0, 1)) @ w], torch.ones(2, 4, 3), torch.ones(3, 5))
         self.assertExpectedInline(
             print_graph(in_pieces(gm, 2), "after"),
             """\
@@ -198,14 +202,15 @@ def received(collective, sent):
 def test_ranks_compute_the_same(data, ranks, pieces, shape, seed):
     """Whatever is read of what is gathered, and added up and reduced; the last rank may pad what others do not."""
     torch.manual_seed(seed)
-    dim = data.draw(st.integers(0, len(shape) - 1), label="dim")
+    dim = data.draw(st.integers(0, len(shape)), label="dim")  # the last one is that of columns
+    order = data.draw(st.permutations(range(ranks)))
     reads = data.draw(st.lists(st.sampled_from(["product", "biased", "rows", "itself"]), min_size=1, max_size=3))
     added = data.draw(st.integers(1, 3), label="products in a sum")
     ending = data.draw(st.sampled_from(["scattered", "summed"]))
     is_even = data.draw(st.booleans(), label="whether all ranks have as many columns")
 
     def run(is_short, x, weight, bias, *weights):
-        full = gathered(x, dim, ranks)
+        full = gathered(x, dim, order)[..., :3] if dim == len(shape) else gathered(x, dim, order)
         if is_short:
             full, weight = full[..., :-1], weight[:-1]
         rows = full.reshape(-1, full.shape[-1])
@@ -218,11 +223,11 @@ def test_ranks_compute_the_same(data, ranks, pieces, shape, seed):
         hidden = (full @ weight).relu()
         products = [F.pad(hidden @ each[:, :-1], (0, 1)) if is_short else hidden @ each for each in weights]
         total = sum(products[1:], start=products[0])
-        result = scattered(total, dim, ranks) if ending == "scattered" else summed(total)
+        result = scattered(total, dim, order) if ending == "scattered" else summed(total)
         return [result, *(readers[each]() for each in reads)]
 
     inputs = [
-        (numbers(*shape, 3), numbers(3, 2), numbers(2), *(numbers(2, 4) for _ in range(added))) for _ in range(ranks)
+        (numbers(*shape, 3), numbers(3, 2), numbers(2), *(numbers(2, 6) for _ in range(added))) for _ in range(ranks)
     ]
     graphs = [traced(partial(run, not is_even and each == ranks - 1), *inputs[0]) for each in range(ranks)]
     expected = on_all_ranks(graphs, inputs)
