@@ -142,6 +142,8 @@ def test_meshes_of_as_many_ranks_come_best_first(model, capsys):
     assert shards == [shards[0], shards[0] + biases // 16, shards[0] + 3 * biases // 16]
     same = plan(capsys, *arguments, "--mesh", "dp=8,tp=2", "--batch", "4")["plans"]
     assert same == [by_split[2]]
+    (in_pieces,) = plan(capsys, *arguments, "--mesh", "dp=8,tp=2", "--batch", "4", "--collective-pieces", "2")["plans"]
+    assert in_pieces["model_collectives_seconds"] != by_split[2]["model_collectives_seconds"]
 
 
 def test_experts_are_split_over_some_of_the_data_ranks(capsys):

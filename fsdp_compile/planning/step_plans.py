@@ -128,8 +128,8 @@ def find_plan(
         pieces = best_pieces(lambda plan: predicted(tried.draft(leeway.pipeline(plan), None)))
         in_pieces = leeway.in_pieces(pieces)
         decomposed = Found(None, predicted(draft(in_pieces.pipeline(None), None))) if pieces > 1 else plain
-        limit = plain.peak if goal.is_within_plain else max(plain.peak, goal.limit)
-        if pieces > 1 and decomposed.peak <= limit:
+        limit, sure = (plain.peak, _SURE) if goal.is_within_plain else (max(plain.peak, goal.limit), 1.0)
+        if decomposed.peak <= limit and plain.prediction.seconds > sure * decomposed.prediction.seconds:
             found = _fastest(draft, in_pieces, goal, decomposed, shorten)
             return dataclasses.replace(found, plan=(found.plan or StepPlan.as_asked(pieces)).in_pieces(pieces))
     return _fastest(draft, leeway, goal, plain, shorten)
