@@ -26,15 +26,14 @@ from . import analysis, ops
 class OverlapModelCollectives:
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         order = list(gm.graph.nodes)
-        for collective in [node for node in order if ops.is_functional_collective(node)]:
-            begin, end = _around(collective, order)
-            order[begin:end] = _overlapped(collective, order[begin:end])
+        for here in [index for index, node in enumerate(order) if ops.is_functional_collective(node)]:
+            begin, end = _around(here, order)  # between other collectives: they keep their places
+            order[begin:end] = _overlapped(order[here], order[begin:end])
         analysis.reorder(gm.graph, {node: index for index, node in enumerate(order)})
 
 
-def _around(collective: torch.fx.Node, order: Sequence[torch.fx.Node]) -> tuple[int, int]:
-    """The part of the order in which nodes may move: up to the next nodes on both sides that keep their place."""
-    here = order.index(collective)
+def _around(here: int, order: Sequence[torch.fx.Node]) -> tuple[int, int]:
+    """The part of the order in which nodes may move: from this collective to the next nodes that keep their place."""
     begin = here
     while not _keeps_place(order[begin - 1]) and not ops.is_functional_wait(order[begin - 1]):
         begin -= 1  # what runs beside the collective before this one stays there

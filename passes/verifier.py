@@ -201,14 +201,14 @@ def _frees(graph: torch.fx.Graph) -> None:
 
 
 def _all_freed(graph: torch.fx.Graph) -> None:
-    position = analysis.positions(graph)
+    position, nodes = analysis.positions(graph), list(graph.nodes)
     for buffer in analysis.full_buffers(graph):
         end = analysis.last_use(buffer, position)
         if end.op == "output":
             continue
         _require(ops.is_call(end, ops.FREE), "is not freed", buffer)
         last = max(position[use] for use in analysis.uses(buffer) if use is not end)
-        gap = [node for node in graph.nodes if last < position[node] < position[end]]
+        gap = nodes[last + 1 : position[end]]
         late = [node for node in gap if not ops.is_call(node, ops.FREE, ops.STORE)]
         _require(not late, f"is freed late, after {', '.join('{}' for _ in late)}", buffer, *late)
 
