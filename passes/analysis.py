@@ -221,6 +221,15 @@ def is_random(node: torch.fx.Node) -> bool:
     return bool(given.get("dropout_p", 0.0) != 0.0)
 
 
+def keeps_place(node: torch.fx.Node) -> bool:
+    """Whether order matters: of the model's collectives, of random numbers, of what is written in place."""
+    if node.op != "call_function" or ops.is_functional_collective(node):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return is_random(node) or (node.target._schema.is_mutable and not ops.is_functional_wait(node))
+
+
 def erase_dead(graph: torch.fx.Graph) -> None:
     """Erase what nobody reads and what computes for that alone.
 

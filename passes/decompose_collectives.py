@@ -171,7 +171,7 @@ def _is_of_rows(collective: torch.fx.Node) -> bool:
         return False
     shapes = [node.meta["val"].shape for node in (*collective.all_input_nodes, collective)]
     has_numbers = all(isinstance(size, int) for shape in shapes for size in shape)
-    return has_numbers and max(min(shapes, key=len)[:-1], default=0) > 1 and len(analysis.waits_of(collective)) == 1
+    return has_numbers and max(shapes[0][:-1], default=0) > 1 and len(analysis.waits_of(collective)) == 1
 
 
 def _sizes(node: torch.fx.Node) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ def _in_order(wait: torch.fx.Node, sizes: tuple[int, ...], ranks: Any) -> tuple[
     along that.
     """
     readers = list(wait.users)
-    if len(readers) == 1 and (parts := _parts_of(readers[0], 0, ranks)):
+    if len(readers) == 1 and (parts := _parts_of(readers[0], ranks)) and _split_along(readers[0]) == 0:
         full = next(iter(parts[0].users))
         if (dim := _joined_along(full, parts)) is not None:
             return Rows(sizes, ranks, dim), full
@@ -200,24 +200,23 @@ def _in_order(wait: torch.fx.Node, sizes: tuple[int, ...], ranks: Any) -> tuple[
 def _before_order(sent: torch.fx.Node, sizes: tuple[int, ...], ranks: Any) -> tuple[Rows, torch.fx.Node]:
     """As `_in_order`, of what is put together for a reduction, which takes parts along the first dimension."""
     splits = {part.all_input_nodes[0] for part in sent.all_input_nodes if part.target is operator.getitem}
-    for split in splits if len(splits) == 1 else ():
-        for dim in range(len(sizes)):
-            if (parts := _parts_of(split, dim, ranks)) and _joined_along(sent, parts) == 0:
-                return Rows(sizes, ranks, dim), split.all_input_nodes[0]
+    if len(splits) == 1 and (parts := _parts_of(split := splits.pop(), ranks)) and _joined_along(sent, parts) == 0:
+        dim, (summed,) = _split_along(split), split.all_input_nodes
+        return (Rows(sizes, ranks), sent) if dim == len(sizes) else (Rows(sizes, ranks, dim), summed)
     return Rows(sizes, ranks), sent
 
 
-def _parts_of(split: torch.fx.Node, dim: int, ranks: int) -> list[torch.fx.Node]:
-    """One for each rank, in their order, where this splits a tensor along the dimension; else none."""
-    if not ops.is_call(split, _SPLIT) or (split.args[2] if len(split.args) > 2 else 0) not in (dim, dim - _dims(split)):
+def _parts_of(split: torch.fx.Node, ranks: int) -> list[torch.fx.Node]:
+    """One for each rank, in their order, where this splits a tensor into as many; else none."""
+    if not ops.is_call(split, _SPLIT):
         return []
     parts = {part.args[1]: part for part in split.users}
     return [parts[rank] for rank in range(ranks)] if sorted(parts) == list(range(ranks)) else []  # type: ignore[type-var]
 
 
-def _dims(split: torch.fx.Node) -> int:
-    dims: int = split.all_input_nodes[0].meta["val"].dim()
-    return dims
+def _split_along(split: torch.fx.Node) -> int:
+    dim: int = (split.args[2] if len(split.args) > 2 else 0) % split.all_input_nodes[0].meta["val"].dim()
+    return dim
 
 
 def _joined_along(node: torch.fx.Node, parts: Sequence[torch.fx.Node]) -> int | None:
@@ -280,10 +279,8 @@ def _needed_before(full: torch.fx.Node, product: torch.fx.Node) -> list[torch.fx
 
 def _may_move(node: torch.fx.Node) -> bool:
     """Whether this is a parameter, or light to compute from one."""
-    if not isinstance(node.target, torch._ops.OpOverload) or ops.is_functional_collective(node):
-        return False
-    has_order = ops.is_functional_wait(node) or analysis.is_random(node) or node.target._schema.is_mutable
-    return not has_order and not analysis.is_heavy(node)
+    has_order = analysis.keeps_place(node) or ops.is_functional_wait(node)
+    return isinstance(node.target, torch._ops.OpOverload) and not has_order and not analysis.is_heavy(node)
 
 
 def _sent(collective: torch.fx.Node, part: torch.fx.Node, rows: Rows) -> torch.fx.Node:

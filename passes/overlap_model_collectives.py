@@ -35,20 +35,12 @@ class OverlapModelCollectives:
 def _around(here: int, order: Sequence[torch.fx.Node]) -> tuple[int, int]:
     """The part of the order in which nodes may move: from this collective to the next nodes that keep their place."""
     begin = here
-    while not _keeps_place(order[begin - 1]) and not ops.is_functional_wait(order[begin - 1]):
+    while not analysis.keeps_place(order[begin - 1]) and not ops.is_functional_wait(order[begin - 1]):
         begin -= 1  # what runs beside the collective before this one stays there
     end = here + 1
-    while not _keeps_place(order[end]):
+    while not analysis.keeps_place(order[end]):
         end += 1
     return begin, end
-
-
-def _keeps_place(node: torch.fx.Node) -> bool:
-    if node.op != "call_function" or ops.is_functional_collective(node):
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return isinstance(node.target, torch._ops.HigherOrderOperator)
-    return analysis.is_random(node) or (node.target._schema.is_mutable and not ops.is_functional_wait(node))
 
 
 def _overlapped(collective: torch.fx.Node, nodes: Sequence[torch.fx.Node]) -> Sequence[torch.fx.Node]:

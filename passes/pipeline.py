@@ -106,13 +106,14 @@ class Pipeline:
 
         parted = frozenset(unit for unit, way in (reshard or {}).items() if isinstance(way, metadata.Part))
         in_backward = () if updates is None else (UpdateInBackward(updates),)
+        decomposed = (DecomposeCollectives(pieces),) if pieces > 1 else ()
 
         def side(
             distance: int, lists: tuple[PrefetchList, ...], gathers: tuple[Gather, ...], *ordered: Pass
         ) -> tuple[Pass, ...]:
             late = min(distance, 1) if reductions is None else reductions
             return (
-                *([DecomposeCollectives(pieces)] if pieces > 1 else ()),
+                *decomposed,
                 OverlapModelCollectives(),
                 CommuteScales(),
                 InsertReduceScatter(grouped),

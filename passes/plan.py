@@ -55,9 +55,6 @@ class StepPlan:
         """What the options say, but for the pieces."""
         return cls(None, (), (), None, pieces=pieces)
 
-    def in_pieces(self, pieces: int) -> StepPlan:
-        return dataclasses.replace(self, pieces=pieces)
-
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

@@ -148,12 +148,13 @@ def _schedule(plan: StepPlan | None) -> str:
     if plan.pieces > 1:
         decided.append(f"collectives of the model itself in {plan.pieces} pieces")
     if plan.kept is None:
-        return f"planned; {decided[0]}; the rest as the options say"
-    decided += [
-        f"kept between forward and backward: {', '.join(plan.kept) or 'nothing'}",
-        f"gathered at once: {', '.join(together) or 'one unit at a time'}",
-        f"reductions under way: {plan.reductions}",
-    ]
+        decided.append("the rest as the options say")
+    else:
+        decided += [
+            f"kept between forward and backward: {', '.join(plan.kept) or 'nothing'}",
+            f"gathered at once: {', '.join(together) or 'one unit at a time'}",
+            f"reductions under way: {plan.reductions}",
+        ]
     if plan.activations is not None:
         decided.append(f"activation memory budget: {plan.activations}")
     return f"planned; {'; '.join(decided)}"

@@ -138,18 +138,21 @@ def _beside_collectives(kernels: Sequence[Kernel], position: Mapping[torch.fx.No
     Collectives run one after another: while several are on their way, what is computed is beside the one that is waited
     for first.
     """
-    waits = {kernel: analysis.waits_of(kernel.nodes[0]) for kernel in kernels if kernel.collective is not None}
-    done = {kernel: min(position[wait] for wait in found) for kernel, found in waits.items() if found}
-    beside: dict[Kernel, list[Kernel]] = {kernel: [] for kernel in done}
-    under_way: list[Kernel] = []
-    for kernel in kernels:
+    collectives = [kernel.nodes[0] for kernel in kernels if kernel.collective is not None]
+    done = {node: min(map(position.__getitem__, waits)) for node in collectives if (waits := analysis.waits_of(node))}
+    beside: dict[torch.fx.Node, list[Kernel]] = {node: [] for node in done}
+    under_way: list[torch.fx.Node] = []
+    for kernel in kernels if done else ():
         here = position[kernel.nodes[-1]]
-        under_way = [each for each in under_way if here < done[each]]
-        if kernel in done:
-            under_way.append(kernel)
+        under_way = [node for node in under_way if here < done[node]]
+        if kernel.nodes[0] in done:
+            under_way.append(kernel.nodes[0])
         elif kernel.collective is None and under_way:
             beside[min(under_way, key=done.__getitem__)].append(kernel)
-    return [dataclasses.replace(each, beside=tuple(beside[each])) if each in done else each for each in kernels]
+    return [
+        dataclasses.replace(kernel, beside=tuple(beside[kernel.nodes[0]])) if kernel.nodes[0] in beside else kernel
+        for kernel in kernels
+    ]
 
 
 def _is_fused_with(previous: torch.fx.Node, node: torch.fx.Node, compiler: Compiler) -> bool:

@@ -302,17 +302,21 @@ def leeway_of(
     schedule: ScheduleConfig, units: list[str], num_shards: int, parts: Mapping[int, metadata.Part], grouped: bool
 ) -> Leeway:
     """What a planner may choose from."""
+
+    def decompose(pieces: int) -> Leeway:
+        return leeway_of(dataclasses.replace(schedule, pieces=pieces), units, num_shards, parts, grouped)
+
     fixed = schedule.reshard_of_unit(units, num_shards)
     freed = dict.fromkeys(units, True) | {unit: value for unit, value in fixed.items() if value}
     base = dataclasses.replace(schedule, reshard_after_forward=freed, forward_prefetch=0, backward_prefetch=0)
     forms = {"packed": (True,), "grouped": (False,)}.get(schedule.collective_lowering, (False, True))
     return Leeway(
         lambda plan: pipeline_of(schedule, units, num_shards, parts, grouped, plan),
-        lambda pieces: pipeline_of(base, units, num_shards, parts, True, StepPlan((), (), (), 1, pieces=pieces)),
+        pipeline_of(base, units, num_shards, parts, True, StepPlan((), (), (), 1)),
         forms,
         {unit: bool(value) for unit, value in fixed.items()},
         activations_are_free(),
-        schedule.pieces is None,
+        decompose if schedule.pieces is None else None,
     )
 
 

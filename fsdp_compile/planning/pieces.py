@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..costs.predict import Prediction
-from ..passes.plan import StepPlan
 
 PIECES = (2, 4, 8)
 """Numbers of pieces that are tried, one after another, for as long as a number is faster than the one before."""
@@ -23,15 +22,15 @@ def may_pay(plain: Prediction) -> bool:
     return plain.seconds > _WORTH_IT * (plain.seconds - plain.model_collectives)
 
 
-def best_pieces(predicted: Callable[[StepPlan | None], Prediction]) -> int:
+def best_pieces(predicted: Callable[[int], Prediction]) -> int:
     """The number of pieces with which a step is fastest.
 
     Args:
-        predicted: what a step takes by a plan, or without one.
+        predicted: what a step takes in so many pieces, without a plan for anything else.
     """
-    before, best = predicted(None), 1
+    before, best = predicted(1), 1
     for pieces in PIECES:
-        found = predicted(StepPlan.as_asked(pieces))
+        found = predicted(pieces)
         if found.seconds * _WORTH_IT > before.seconds:
             break
         before, best = found, pieces

@@ -71,27 +71,20 @@ class Leeway:
 
     Attributes:
         pipeline: the passes for a plan, or without one for None.
-        base: the passes that free every unit and pack nothing, for a number of pieces.
+        base: the passes that free every unit and pack nothing.
         forms: whether buckets may be packed, and not.
         fixed: units that are kept, or not, because the user said so.
         activations: whether what is saved is open, or torch's activation memory budget has been set.
-        pieces: whether the number of pieces is open that the model's own collectives are decomposed into.
+        in_pieces: the same with a number of pieces that the model's own collectives are decomposed into; None where the
+            user has said how many.
     """
 
     pipeline: Callable[[StepPlan | None], Pipeline]
-    base: Callable[[int], Pipeline]
+    base: Pipeline
     forms: Sequence[bool]
     fixed: Mapping[str, bool]
     activations: bool = True
-    pieces: bool = True
-
-    def in_pieces(self, pieces: int) -> Leeway:
-        """The same, with this number."""
-
-        def pipeline(plan: StepPlan | None) -> Pipeline:
-            return self.pipeline(StepPlan.as_asked(pieces) if plan is None else plan.in_pieces(pieces))
-
-        return dataclasses.replace(self, pipeline=pipeline, base=lambda _: self.base(pieces), pieces=False)
+    in_pieces: Callable[[int], Leeway] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,15 +116,16 @@ def find_plan(
         return predict(graphs, goal.hardware, compiler=goal.compiler)
 
     plain = Found(None, predicted(unplanned))
-    if leeway.pieces and may_pay(plain.prediction):
+    if (decompose := leeway.in_pieces) is not None and may_pay(plain.prediction):
         tried = (shorten(EQUAL_UNITS) if shorten else None) or ShortDraft(draft, 1.0)
-        pieces = best_pieces(lambda plan: predicted(tried.draft(leeway.pipeline(plan), None)))
-        in_pieces = leeway.in_pieces(pieces)
+        pieces = best_pieces(lambda pieces: predicted(tried.draft(decompose(pieces).pipeline(None), None)))
+        in_pieces = decompose(pieces)
         decomposed = Found(None, predicted(draft(in_pieces.pipeline(None), None))) if pieces > 1 else plain
         limit, sure = (plain.peak, _SURE) if goal.is_within_plain else (max(plain.peak, goal.limit), 1.0)
         if decomposed.peak <= limit and plain.prediction.seconds > sure * decomposed.prediction.seconds:
             found = _fastest(draft, in_pieces, goal, decomposed, shorten)
-            return dataclasses.replace(found, plan=(found.plan or StepPlan.as_asked(pieces)).in_pieces(pieces))
+            plan = dataclasses.replace(found.plan or StepPlan.as_asked(pieces), pieces=pieces)
+            return dataclasses.replace(found, plan=plan)
     return _fastest(draft, leeway, goal, plain, shorten)
 
 
@@ -164,7 +158,7 @@ class _Program:
 
     def step(self, activations: float | None) -> StepChains:
         """What plans with this activation memory budget are made from."""
-        graphs = self.draft(self.leeway.base(1), activations)
+        graphs = self.draft(self.leeway.base, activations)
         leeway, goal = self.leeway, self.goal
         return StepChains.of(graphs, goal.hardware, goal.compiler, forms=leeway.forms, fixed=leeway.fixed)
 
@@ -333,8 +327,8 @@ class Planner:
     def conditions(self) -> tuple[object, ...]:
         """What plans follow from besides the graphs; its text says all of it."""
         leeway = self.leeway
-        pipelines = leeway.base(1), leeway.pipeline(None)
-        return self.goal, *pipelines, leeway.forms, leeway.fixed, leeway.activations, leeway.pieces
+        pipelines, is_open = (leeway.base, leeway.pipeline(None)), leeway.in_pieces is not None
+        return self.goal, *pipelines, leeway.forms, leeway.fixed, leeway.activations, is_open
 
     def plan(self, program: str, draft: Draft, shorten: Shorten) -> StepPlan | None:
         """The plan of a program, which is the parameters that it reads in order, and whether it has a backward.

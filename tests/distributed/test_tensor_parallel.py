@@ -145,7 +145,7 @@ def test_it_trains_in_pieces_as_the_whole_model(world_size, parallelize, backend
     names = ("all_gather_into_tensor", "reduce_scatter_tensor") if parallelize is by_sequence else ("all_reduce",)
     for side in graphs.sides:
         sent = [node for node in side.graph.nodes if node.name.startswith(names)]
-        assert len(sent) >= 2 * 2 * len(model.blocks) / (3 - len(names)), side.title
+        assert len(sent) >= 2 * len(names) * len(model.blocks), side.title
 
 
 @BOTH_PLANS
